@@ -110,7 +110,7 @@ def test_it_trains_resumes_and_generates(name, changed, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experts", "gelu", "sliding_window", "z_loss"], indirect=True)
+@pytest.mark.parametrize("name", ["experts", "gelu", "sliding_window"], indirect=True)
 def test_adapters_of_a_changed_model_can_be_used(name, changed, corpus, sums, tmp_path):
     """Trained, resumed on two ranks, merged and generated from; or refused before they are."""
     base, out = tmp_path / "base", tmp_path / "adapter"

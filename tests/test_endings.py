@@ -277,17 +277,6 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_does_not_outlive_torchrun(corpus, tmp_path):
-    """It waits at the store of another node, which lives."""
-    nodes = on_nodes(2, corpus, tmp_path / "run")
-    stopped, waiting = ranks(*nodes)
-    os.kill(stopped, signal.SIGSTOP)
-    assert not gone_in_time(waiting)
-    nodes[1].kill()
-    assert gone_in_time(waiting)
-
-
-@pytest.mark.slow
 def test_nodes_started_with_different_flags_are_refused_in_one_line_each(corpus, tmp_path):
     """Which torchrun repeats, with the exit code, at the end of its report."""
     for result in map(finish, on_nodes(2, corpus, tmp_path / "run", lrs=(0.01, 0.02))):
