@@ -101,6 +101,30 @@ def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:
 # ------------------------------------------------------------------------------- the reference
 
 
+def plain_model(config: dict, lora: dict | None = None) -> Llama:
+    """Return a model on one process, in float64, with the weights of train_cases.initialize."""
+    model = build(config, lora).double().to_empty(device="cpu")
+    model.tie_weights()
+    initialize(model)
+    return model
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+
+
+def plain_step(loss: torch.Tensor, named: dict, optimizer, clip: float = CLIP) -> tuple:
+    """Update the parameters `named`. Return the norm of their gradients, and these once clipped."""
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
+    assert norm > clip  # otherwise clipping would not be tested
+    gradients = {name: p.grad for name, p in named.items()}
+    optimizer.step()
+    for p in named.values():
+        p.grad = None
+    return norm, gradients
+
+
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
@@ -108,30 +132,23 @@ def plain_training(key: str) -> dict:
     `key` is JSON, so that results can be cached: a case's config, packed, lora, optimizer, steps,
     seq. Where it has adapters, a model without any computes with the effective_weights."""
     config, packed, lora, name, steps, seq = json.loads(key)
-    model = build(config, lora).double()
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    initialize(model)
+    model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     make = {"adamw": plain_adamw, "muon": plain_muon}[name]
     optimizer = make(trainable, 1e-3 if lora else 1e-2)
-    batch, rows, gradients = batch_of(packed, seq), [], {}
+    batch, rows, first_gradients = batch_of(packed, seq), [], {}
+    given = {"tokens": batch.tokens, "positions": batch.positions}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(steps):
         weights = effective_weights(model, lora)
-        given = {"tokens": batch.tokens, "positions": batch.positions}
         logits = torch.func.functional_call(bare, weights, (), given)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable.values(), CLIP)
-        gradients = gradients or {n: p.grad.clone() for n, p in trainable.items()}
-        optimizer.step()
-        model.zero_grad()
-        rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm.item()))
-    assert all(norm > CLIP for *_, norm in rows)
-    return {"rows": rows, "gradients": gradients, "first": first,
-            "last": dict(model.named_parameters())}  # fmt: skip
+        loss = mean_loss(logits, batch.targets)
+        norm, gradients = plain_step(loss, trainable, optimizer)
+        first_gradients = first_gradients or gradients
+        rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm))
+    last = dict(model.named_parameters())
+    return {"rows": rows, "gradients": first_gradients, "first": first, "last": last}
 
 
 def effective_weights(model: Llama, lora: dict | None) -> dict:
@@ -216,8 +233,9 @@ def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
         assert torch.allclose(result["first"][name], value, rtol=rtol, atol=0), name
 
 
-def assert_same_tokens(result: dict, case: dict) -> None:
-    """Assert that a split model generates the tokens of a plain one with the same weights."""
+def assert_generation(result: dict, case: dict) -> None:
+    """Assert that a split model generates the tokens of a plain one with the same weights, and that
+    FSDP gathers each block once for all of them."""
     if "generate" not in case:
         return
     model = Llama(LlamaConfig(**case["config"])).double().eval()
@@ -225,6 +243,20 @@ def assert_same_tokens(result: dict, case: dict) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(result["last"][name])
     assert result["tokens"] == generate(model, [[1, 2, 3]], 4, temperature=0)
+    parallel = ParallelConfig(**case["parallel"])
+    gathers = parallel.shard > 1 and parallel.reshard != "none"
+    assert result["sampling_gathers"] == gathers * result["layers"]
+
+
+def assert_saved(result: dict, case: dict) -> None:
+    """Assert that saving gathers the adapters and no more; there may be none."""
+    size = 0
+    for name, factor in result["adapters"].items():
+        assert torch.equal(factor, result["last"][name])
+        size += factor.nbytes
+    parallel = ParallelConfig(**case["parallel"])
+    in_parts = parallel.shard > 1 or parallel.tp > 1  # by both, a factor is gathered twice
+    assert result["saving_bytes"] <= in_parts * 2.2 * size
 
 
 def assert_traffic(result: dict, case: dict, nproc: int) -> None:
@@ -257,22 +289,17 @@ def attentions(case: dict, layers: float) -> float:
     return times * (2 if parallel.cp > 1 else 1) * microbatches * layers
 
 
-def assert_one_graph(result: dict, case: dict) -> None:
-    """Assert that all blocks share one compiled graph. With LoRA the first block has another one:
-    its input comes from a frozen embedding and needs no gradient."""
-    graphs = 2 if "lora" in case else 1
-    assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
-
-
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     if reference:
         assert_same(result, reference)
     else:
         assert_equals_plain(result, case)
-    assert_same_tokens(result, case)
+    assert_generation(result, case)
+    assert_saved(result, case)
     assert result["attentions"] == attentions(case, result["layers"])
-    if case["parallel"].get("compile"):
-        assert_one_graph(result, case)
+    if case["parallel"].get("compile"):  # all blocks share a graph; with LoRA the first has another
+        graphs = 2 if "lora" in case else 1  # since its input needs no gradient
+        assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
     else:
         assert_traffic(result, case, nproc)

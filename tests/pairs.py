@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 import random
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import pytest
 
@@ -32,17 +32,23 @@ def pairwise(
     seed,
     steps: int,
     cost: Callable[[dict], float] = lambda case: 1,
+    covered: Iterable[dict] = (),
 ) -> list[dict]:
-    """Return few cases of a random walk that cover every pair of values in it: in each turn, the
-    case with most pairs that are not covered yet, for its cost (a greedy cover)."""
+    """Return few cases of a random walk that, with those that are `covered` already, cover every
+    pair of values in it: in each turn the case with most new pairs, for its cost (a greedy cover).
+    """
     items = [(name, value) for name, values in options.items() for value in values]
     bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
     walked = itertools.islice(random_walk(options, possible, seed), steps)
     cases = list({tuple(case.values()): case for case in walked}.values())
-    # The pairs of each case are bits of an integer; items of cases are in the order of options.
-    masks = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
-    costs = [cost(case) for case in cases]
+
+    def pairs_of(case: dict) -> int:  # as bits of an integer; items are in the order of options
+        return sum(bits[pair] for pair in itertools.combinations(case.items(), 2))
+
+    masks, costs = [pairs_of(case) for case in cases], [cost(case) for case in cases]
     uncovered, chosen = functools.reduce(operator.or_, masks), []
+    for case in covered:
+        uncovered &= ~pairs_of(case)
     while uncovered:
         worth = [(mask & uncovered).bit_count() / cost for mask, cost in zip(masks, costs)]
         best = worth.index(max(worth))

@@ -7,8 +7,8 @@ them, and some that are new each day. What rounds is compared with our own step 
 
 import functools
 import itertools
+import operator
 import os
-from collections import Counter
 from datetime import date
 from pathlib import Path
 
@@ -119,49 +119,45 @@ def make_case(ranks: int, drawn: dict) -> dict:
     return given | ({"generate": True} if more["generate"] else {})
 
 
-def drawn_today(ranks: int) -> list[dict]:
-    """Return every two-hundredth case of a random walk that starts anew each day."""
-    walk = random_walk(OPTIONS, can_make(make_case, ranks), f"{SEED} {ranks}")
-    return list(itertools.islice(walk, 200, 1000, 200))
+def drawn_quickly(ranks: int) -> list[dict]:
+    """Return cases of a short draw that compute little, those that add most pairs first."""
+    quick = []
+    for drawn in pairwise(OPTIONS, can_make(make_case, ranks), ranks, SHORT):
+        layers = make_case(ranks, drawn)["config"]["n_layers"] / drawn["pp"]
+        few = attentions(make_case(ranks, drawn), layers) <= MOST_ATTENTIONS
+        quick += [drawn] if few and not drawn["compile"] else []
+    return quick[: FAST[ranks]]
 
 
-def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
-    """Return name -> (ranks, case of exact.py) for the values drawn for each number of ranks."""
-    return {
-        f"{ranks} ranks: {case_name(values, OPTIONS)}": (ranks, make_case(ranks, values))
-        for ranks in drawn
-        for values in drawn[ranks]
-    }
+def drawn_slowly(ranks: int) -> list[dict]:
+    """Return cases that cover all other pairs of a long draw, and every two-hundredth case of a
+    random walk that starts anew each day."""
+    possible = can_make(make_case, ranks)
+    walk = random_walk(OPTIONS, possible, f"{SEED} {ranks}")
+    cost = dict(cost=lambda drawn: 3 if drawn["compile"] else 1, covered=DRAWN[ranks])
+    long = pairwise(OPTIONS, possible, ranks, LONG, **cost)
+    return [*itertools.islice(walk, 200, 1000, 200), *long]
 
 
-def draw(steps: int, compiled: float = 1) -> dict[str, tuple[int, dict]]:
-    """Return cases that cover the pairs of walks of so many steps, those with most pairs first;
-    `compiled` is what a compiled case costs, in others."""
-    possible = {ranks: can_make(make_case, ranks) for ranks in FAST}
-    more = steps, lambda drawn: compiled if drawn["compile"] else 1
-    return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, *more) for ranks in FAST})
+def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
+    """Return name -> (ranks, case of exact.py) for the values of some cases."""
+    names = (f"{ranks} ranks: {case_name(values, OPTIONS)}" for values in drawn)
+    return {name: (ranks, make_case(ranks, values)) for name, values in zip(names, drawn)}
 
 
-def quick_cases() -> dict[str, tuple[int, dict]]:
-    quick, left = {}, Counter(FAST)
-    for name, (ranks, given) in draw(SHORT).items():
-        parallel = given["parallel"]
-        few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= MOST_ATTENTIONS
-        if few and left[ranks] and not parallel["compile"]:
-            quick[name] = ranks, given
-            left[ranks] -= 1
-    return quick
-
-
-# A matrix that is tied and sharded twice is seldom drawn.
-TIED = {name: values[0] for name, values in OPTIONS.items()} | dict(dp="fsdp", tp=2, tied=True)
-QUICK = quick_cases() | named({4: [TIED]})
+DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
+# Seldom drawn is a matrix that is tied and sharded twice; never, a gradient of several DDP buckets.
+TIED = {name: values[0] for name, values in OPTIONS.items()}
+TIED |= dict(dp="fsdp", tp=2, tied=True, generate=True)
+QUICK = named(1, DRAWN[1]) | named(2, DRAWN[2]) | named(4, [*DRAWN[4], TIED])
+BUCKETS = QUICK["2 ranks: plain"][1] | dict(config=ODD | dict(dim=240, ffn_dim=1400))
+QUICK["2 ranks: several buckets"] = 2, BUCKETS
 
 
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
-    cases = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG, compiled=3)
+    cases = functools.reduce(operator.or_, (named(ranks, drawn_slowly(ranks)) for ranks in FAST))
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # most are traced and differentiated without kernels

@@ -275,4 +275,5 @@ def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
     arguments = flags(base, sums, out, **WHOLE_RUN)
     again = launch("finetune_lora.py", *arguments, "--resume", "--rank=3")
     refused(again, "another adapter", "rank 8, not 3")
-    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "more")), "is an adapter:")
+    no_model = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
+    refused(no_model, "is an adapter: generate.py takes it as --adapter, with ")

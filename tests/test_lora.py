@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, refused
 from torch import nn
 
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
@@ -92,20 +91,19 @@ def test_dropout_acts_on_the_input_of_adapters():
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+
+    def plain(dropped: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
+
     torch.manual_seed(5)
     y = layer(x)
     torch.manual_seed(5)
     dropped = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
     assert 0.2 < (dropped == 0).double().mean() < 0.6
-    plain = x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
-    assert torch.allclose(y, plain, rtol=0, atol=1e-12)
     grad, inputs = torch.randn_like(y), (x, layer.lora_A, layer.lora_B)
-    ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (y, plain))
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    layer.eval()
-    update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
-    assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
+    ours, theirs = ((y, *torch.autograd.grad(y, inputs, grad)) for y in (y, plain(dropped)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.eval()(x), plain(x), rtol=0, atol=1e-12)
 
 
 def test_norms_are_exact_under_autocast():
@@ -143,10 +141,14 @@ def test_recomputation_drops_the_same_again(mode):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_a_second_adapter_is_refused():
-    model = adapted(CONFIG, LoRA())
+def test_layers_that_cannot_have_an_adapter():
     with pytest.raises(UserError, match="an adapter already"):
+        add_adapters(adapted(CONFIG, LoRA()), LoRA())
+    (model := Llama(CONFIG)).layers["1"].attention.wq = nn.Linear(32, 32)
+    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter: it has a bias"):
         add_adapters(model, LoRA())
+    with pytest.raises(UserError, match="multiple of 64 weights, not of 96"):
+        LoRALinear(nn.Linear(96, 8, bias=False), LoRA(), bits=4)
 
 
 # ------------------------------------------------------------------------------------ PEFT's files
@@ -232,35 +234,18 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, change, says):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key, value",
     [
-        ("peft_type", "IA3"),
-        ("bias", "all"),
-        ("rank_pattern", {"q_proj": 2}),
-        ("alpha_pattern", {"q_proj": 2}),
-        ("modules_to_save", ["lm_head"]),
-        ("init_lora_weights", "pissa"),
-        ("fan_in_fan_out", True),
-        ("r", "8"),
-        ("r", 0),
-        ("lora_alpha", None),
-        ("lora_dropout", -1),
-        ("lora_dropout", 1.5),
-        ("use_rslora", "false"),
+        ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
+        ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
+        ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
+        ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
         ("target_modules", ["q_proj", "lm_head"]),
     ],
-)
+)  # fmt: skip
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match="lm_head" if key == "target_modules" else key):
         load_adapter(Llama(CONFIG), tmp_path)
-
-
-# ------------------------------------------------------------------------------------------ merged
-
-
-def test_an_adapter_is_no_model(tmp_path):
-    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
-    refused(launch("generate.py", tmp_path), "is an adapter", "--adapter, with base")

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hugging_face_model
+from conftest import hugging_face_model, succeed
+from test_formats import our_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,28 +21,17 @@ from model import IGNORE, PRESETS, KVCache, Llama, LlamaConfig, Vocabulary
 from perf.instruments import Live, build_on_meta
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
 
-SMALL = LlamaConfig(
-    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=256
-)
+SMALL = LlamaConfig(64, 3, 4, 2, 96, vocab_size=97, max_seq_len=256)
 # Configurations that differ in what transformers treats differently.
-SIX = {
+FIVE = {
     "mha": replace(SMALL, n_kv_heads=4),
     "gqa": SMALL,
-    "rope-8": replace(SMALL, rope_scaling=8.0),
-    "rope-32": replace(SMALL, rope_scaling=32.0),
+    "scaled rope": replace(SMALL, rope_scaling=32.0),
     "tied": replace(SMALL, tie_embeddings=True),
     "qwen3": replace(SMALL, head_dim=24, qk_norm=True),
 }
-
-
-def build(config: LlamaConfig, dtype=torch.float64, seed: int = 1) -> Llama:
-    """Return a model whose weights are large enough for every part of it to matter."""
-    model = Llama(config).to(dtype)
-    model.init_weights(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim == 2 else 1.1)
-    return model
+# Weights are large enough for every part of the model to matter.
+build = partial(our_model, dtype=torch.float64, factor=3, norms=(0.9, 1.2))
 
 
 def tokens_of(config: LlamaConfig, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -84,32 +74,25 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 
 
 def test_initial_weights_follow_what_a_module_says():
-    class Experts(nn.Module):
-        writes_to_stream = ("last",)
-
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
     model = Llama(SMALL)
-    for block in model.layers.values():
-        block.feed_forward.experts = Experts()
-    model.init_weights()
     feed_forward, small = model.layers["1"].feed_forward, 0.02 / math.sqrt(2 * SMALL.n_layers)
-    assert feed_forward.experts.first.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    for layer in (feed_forward.experts.last, feed_forward.w2):
+    experts = feed_forward.experts = nn.Module()
+    experts.first, experts.last = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    experts.writes_to_stream = ("last",)
+    model.init_weights()
+    assert experts.first.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for layer in (experts.last, feed_forward.w2):
         assert layer.weight.std().item() == pytest.approx(small, rel=0.05)
-    model.norm.other = nn.Linear(3, 3, bias=False)
-    with pytest.raises(AttributeError, match="'RMSNorm' object has no attribute 'writes_to_stream"):
-        model.init_weights()  # a module says which of its layers do, also if none does
-    model.norm.other = None
-    model.scale = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="scale has no initial value: give it one in"):
-        model.init_weights()
-    model.scale = None
-    model.bias = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"bias\.bias has no initial value"):
-        model.init_weights()
+    for owner, part, says in (
+        # A module says which of its layers do, also if none does.
+        (model.norm, nn.Linear(3, 3, bias=False), "'RMSNorm' .* no attribute 'writes_to_stream'"),
+        (model, nn.Parameter(torch.zeros(3)), "more has no initial value: give it one in"),
+        (model, nn.Linear(3, 3), r"more\.bias has no initial value"),
+    ):
+        owner.more = part
+        with pytest.raises((AttributeError, ValueError), match=says):
+            model.init_weights()
+        del owner.more
 
 
 # ---------------------------------------------------------------------- transformers as reference
@@ -135,9 +118,9 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("name", FIVE)
 def test_logits_loss_and_every_gradient_equal_transformers(name):
-    config = SIX[name]
+    config = FIVE[name]
     ours = build(config)
     theirs = peer_in_float64(config, eos_token_id=None)
     weights = to_hugging_face(config, dict(ours.named_parameters()))
@@ -167,26 +150,27 @@ def test_logits_loss_and_every_gradient_equal_transformers(name):
 
 
 def test_packed_documents_equal_separate_ones():
-    model = build(SMALL)
-    lengths = [7, 1, 20, 5]
+    model, lengths = build(SMALL), [7, 1, 20, 5]
     documents = [tokens_of(SMALL, 1, n + 1, seed=n) for n in lengths]
     separate = sum(model(d[:, :-1], targets=d[:, 1:]) for d in documents)
-    separate.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-
     packed = model(
         torch.cat([d[:, :-1] for d in documents], 1),
         targets=torch.cat([d[:, 1:] for d in documents], 1),
         positions=torch.cat([torch.arange(n) for n in lengths])[None],
     )
     assert relative(packed, separate) < 1e-12
-    packed.backward()
-    for name, parameter in model.named_parameters():
-        assert relative(parameter.grad, expected[name]) < 1e-11, name
+    named = dict(model.named_parameters())
+    ours, expected = (torch.autograd.grad(loss, named.values()) for loss in (packed, separate))
+    for name, gradient, other in zip(named, ours, expected):
+        assert relative(gradient, other) < 1e-11, name
 
 
 # ------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loss_that_a_student_writes_is_exact_in_chunks_and_over_shards(nproc):
+    succeed("tests/workers/losses.py", nproc=nproc)
 
 
 def test_gradients_of_the_output_are_summed_in_float32():
@@ -215,12 +199,11 @@ def test_loss_of_nothing_is_zero_with_zero_gradients():
 
 
 def test_loss_is_float32_in_bfloat16():
-    model, tokens = build(SMALL, torch.bfloat16), tokens_of(SMALL, 2, 9)
-    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
-    assert loss.dtype == torch.float32
+    model, tokens = build(SMALL), tokens_of(SMALL, 2, 9)
+    expected = model(tokens[:, :-1], targets=tokens[:, 1:])
+    loss = model.bfloat16()(tokens[:, :-1], targets=tokens[:, 1:])
     loss.backward()
-    assert model.output.weight.grad.dtype == torch.bfloat16
-    expected = build(SMALL)(tokens[:, :-1], targets=tokens[:, 1:])
+    assert loss.dtype == torch.float32 and model.output.weight.grad.dtype == torch.bfloat16
     assert relative(loss.double(), expected) < 0.02
 
 
@@ -295,7 +278,7 @@ def test_sampling_follows_temperature_top_k_and_top_p():
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "tied"])
 def test_flops_by_formula_equal_flops_counted(name):
-    config = SIX[name]
+    config = FIVE[name]
     model, tokens = build(config), tokens_of(config, 2, 33)
     # The plain attention kernel: the fused one computes its scores a second time in backward.
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

@@ -16,18 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
 from files.adapters import gather_adapters
 from generate import generate
-from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
+from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
-from perf.instruments import Counted
+from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.equal import whole_tensor
@@ -78,14 +76,12 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     )
 
 
-def build(config: dict, lora: dict | None) -> Llama:
+def build(config: dict, lora: dict | None = None) -> Llama:
     """Return a model on meta; `lora` has fields of LoRA, and base_bits."""
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**config))
-        if lora:
-            settings = {name: value for name, value in lora.items() if name != "base_bits"}
-            add_adapters(model, LoRA(**settings), lora.get("base_bits", 16))
-    return model
+    settings = dict(lora or {})
+    bits = settings.pop("base_bits", 16)
+    adapter = LoRA(**settings) if lora else None
+    return build_on_meta(LlamaConfig(**config), adapter, base_bits=bits)
 
 
 @torch.no_grad()
