@@ -109,12 +109,10 @@ def plain_model(config: dict, lora: dict | None = None) -> Llama:
     return model
 
 
-def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-
-
-def plain_step(loss: torch.Tensor, named: dict, optimizer, clip: float = CLIP) -> tuple:
-    """Update the parameters `named`. Return the norm of their gradients, and these once clipped."""
+def plain_step(logits, targets, named: dict, optimizer, clip: float = CLIP) -> tuple:
+    """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
+    the gradients, as a tuple; and the gradients once clipped."""
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -122,7 +120,7 @@ def plain_step(loss: torch.Tensor, named: dict, optimizer, clip: float = CLIP) -
     optimizer.step()
     for p in named.values():
         p.grad = None
-    return norm, gradients
+    return (loss.item(), (targets != IGNORE).sum().item(), norm), gradients
 
 
 @functools.cache
@@ -143,10 +141,9 @@ def plain_training(key: str) -> dict:
     for _ in range(steps):
         weights = effective_weights(model, lora)
         logits = torch.func.functional_call(bare, weights, (), given)
-        loss = mean_loss(logits, batch.targets)
-        norm, gradients = plain_step(loss, trainable, optimizer)
+        row, gradients = plain_step(logits, batch.targets, trainable, optimizer)
+        rows.append(row)
         first_gradients = first_gradients or gradients
-        rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm))
     last = dict(model.named_parameters())
     return {"rows": rows, "gradients": first_gradients, "first": first, "last": last}
 
