@@ -4,9 +4,7 @@ import functools
 import itertools
 import operator
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
-
-import pytest
+from collections.abc import Callable, Iterable, Iterator
 
 SHORT, LONG = 1_000, 16_000  # steps of a walk that meets some of the possible pairs, or all
 
@@ -61,11 +59,3 @@ def case_name(case: dict, options: dict[str, tuple]) -> str:
     """Return the name of a test: the options of its case that do not have their first value."""
     named = (f"{name}={value}" for name, value in case.items() if value != options[name][0])
     return " ".join(named).replace("=True", "") or "plain"
-
-
-def with_slow(cases: dict[str, tuple], quick: Container[str]) -> list:
-    """Return pytest parameters, marked slow but for those whose names are `quick`."""
-    return [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick))
-        for name, case in cases.items()
-    ]

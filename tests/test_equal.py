@@ -10,16 +10,9 @@ def flags(corpus, more: str) -> list[str]:
     return ["equal", "--data", corpus, *SIZES.split(), "--microbatch", "1", *more.split()]
 
 
-@pytest.mark.parametrize(
-    "nproc, more",
-    [
-        (2, "--tp 2"),
-        slow(2, "--dp zero1 --optimizer adamw"),
-        slow(4, "--tp 2 --pp 2 --schedule zero-bubble"),
-        slow(4, "--dp hsdp --shard 2 --cp 2 --document-mask"),
-    ],
-)
-def test_a_step_of_the_project_is_equal_on_every_mesh(nproc, more, corpus):
+@pytest.mark.parametrize("nproc, more", [(2, "--tp 2"), slow(4, "--tp 2 --pp 2 --document-mask")])
+def test_a_step_of_the_project_is_equal(nproc, more, corpus):
+    """As every run of several processes finds before its first step."""
     out = succeed("bench.py", *flags(corpus, more), nproc=nproc).out
     assert out.endswith("the steps are equal\n")
 
