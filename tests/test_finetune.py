@@ -12,7 +12,7 @@ import torch
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 from exact import effective_weights, plain_step
 from test_formats import our_model, stored
-from test_train import as_flags, same_losses, same_metrics, same_weights
+from test_train import as_flags, same_losses, same_metrics, same_weights, samples_in
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -97,11 +97,7 @@ def one_run(base, sums, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
     result = succeed("finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN))
     assert "would send" not in result.out
-    return out, samples_in(result.out)
-
-
-def samples_in(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith("--- ")]
+    return out, samples_in(result)
 
 
 @pytest.mark.slow
@@ -121,7 +117,6 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
     "nproc, parallel",
     [
         (2, "--microbatch=1"),
-        slow(2, "--dp=fsdp --offload"),
         slow(4, "--dp=fsdp --tp=2 --cp=2"),
         slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
     ],
@@ -134,8 +129,7 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
     assert re.search("per step, (each rank sends|a rank sends up to) ", result.out)
     assert "per step, each rank would send: --dp ddp" in result.out
     same_run(out, one_run[0], step=4)
-    samples = samples_in(result.out)
-    assert samples == one_run[1] and len(samples) > 6
+    assert samples_in(result) == one_run[1] and len(one_run[1]) > 6
     load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
     merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
     assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
@@ -183,20 +177,12 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     moments = read_index(checkpoint / "optimizer").state_dict_metadata
     assert moments and all(".lora_" in name for name in moments)
 
-    AutoPeft = pytest.importorskip("transformers").AutoModelForCausalLM
-    succeed("checkpoint.py", "export", base, tmp_path / "hf", "--format", "hf")
-    elsewhere = Path(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
-    settings = (elsewhere / PEFT_FILES[0]).read_text().replace(str(base), str(tmp_path / "hf"))
-    (elsewhere / PEFT_FILES[0]).write_text(settings)
-    theirs, tokens = AutoPeft.from_pretrained(elsewhere), torch.arange(20)[None]
-    load_adapter(ours := load_pretrained(base), checkpoint)
-    assert torch.allclose(theirs(tokens).logits.float(), ours(tokens), atol=1e-4)
-
+    load_adapter(model := load_pretrained(base), checkpoint)
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
     prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], BYTES)
-    (tokens,) = generate(ours, [prompt], 12, temperature=0, stop=BYTES.stop)
+    (tokens,) = generate(model, [prompt], 12, temperature=0, stop=BYTES.stop)
     expected = BYTES.decode(t for t in tokens if t < 256)
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
 

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers.train_cases import initialize
 
 from config import ParallelConfig
-from model import Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
+from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
 from perf import instruments
-from perf.instruments import Instrument, Live, build_on_meta
+from perf.instruments import Live, build_on_meta
 from plumbing.processes import Process, UserError
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
@@ -106,29 +106,6 @@ def test_replicas_that_begin_differently_are_refused():
         told = rf"ranks \[{differs}\] begin with other weights"
         with pytest.raises(UserError, match=told) if differs else nullcontext():
             check_equal_replicas(model, world)
-
-
-class Products(Instrument):
-    """A context that counts the matrix products that run in it."""
-
-    count = 0
-
-    def see(self, op, *_) -> None:
-        self.count += op.__name__ == "mm.default"
-
-
-@pytest.mark.parametrize("saved, recomputed", [(("wk", "wo"), 4), (("wq", "wk", "wv"), 3), ((), 6)])
-def test_selective_checkpointing_saves_what_a_module_says(saved, recomputed, monkeypatch):
-    """Of the seven products of a block, backward never needs the output of w2."""
-    monkeypatch.setattr(Attention, "saved_products", saved)
-    monkeypatch.setattr(FeedForward, "saved_products", ())
-    (model := Llama(LlamaConfig(**GROUPED))).init_weights()
-    recompute_and_compile(model, "selective", compile=False)
-    x = torch.randn(1, 13, 40, requires_grad=True)
-    y = model.layers["0"](x, *rope_angles(model.config, torch.arange(13)[None]))
-    with Products() as products:
-        y.sum().backward()
-    assert products.count == 2 * 7 + recomputed
 
 
 @pytest.mark.parametrize(
