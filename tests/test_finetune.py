@@ -70,16 +70,17 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
     add_adapters(model := load_pretrained(base, torch.float64), LoRA(rank=4))
     init_adapters(model, seed=0)
     trained = adapters(model)
-    optimizer = torch.optim.AdamW(
-        trained.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
-    )
+    settings = dict(betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
+    optimizer = torch.optim.AdamW(trained.values(), **settings)
     rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
     for step, row in enumerate(metrics(out)):
         batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
-        given = effective_weights(model, dict(rank=4, alpha=6))
-        inputs = batch.tokens, None, batch.positions
-        logits = torch.func.functional_call(bare, given, inputs)
+        given = (
+            effective_weights(model, dict(rank=4, alpha=6)),
+            (batch.tokens, None, batch.positions),
+        )
+        logits = torch.func.functional_call(bare, *given)
         for group in optimizer.param_groups:
             group["lr"] = row["lr"]
         (loss, _, norm), _ = plain_step(logits, batch.targets, trained, optimizer, clip=0.05)
@@ -133,12 +134,6 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
     load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
     merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
     assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
-    if parallel == "--microbatch=1":  # the job is submitted again
-        again = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc)
-        assert "has done its 4 steps" in again.out and "merged:     python generate" in again.out
-        more = [*arguments, "--resume", "--steps", "6"]  # another adapter than the merged one
-        refused(launch("finetune_lora.py", *more, nproc=nproc), f"{out / 'merged'} exists: remove")
-
     shutil.rmtree(out)
     shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004"])
     resumed = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc, timeout=300)
@@ -155,22 +150,28 @@ def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
     resumed = succeed("finetune_lora.py", *arguments, nproc=2)
     assert f"resumed from {parts / 'step-00000002'}" in resumed.out
     same_losses(metrics(whole), metrics(parts))
-    expected = factors(whole / "step-00000004")
-    for name, factor in factors(parts / "step-00000004").items():
-        assert torch.equal(factor, expected[name]), name
+    both = (factors(run / "step-00000004").values() for run in (parts, whole))
+    assert all(map(torch.equal, *both))
 
 
 # --------------------------------------------------------------------------- the result of a run
 
 
-def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
-    """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
-    out = tmp_path / "run"
-    options = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
-    result = succeed("finetune_lora.py", *flags(base, sums, out, **options))
-    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", result.out)]
-    assert losses[1] < 0.9 * losses[0]
+LEARNS = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
 
+
+@pytest.fixture(scope="module")
+def learnt(base, sums, tmp_path_factory):
+    """A run of 30 steps, and what it prints."""
+    out = tmp_path_factory.mktemp("learnt") / "run"
+    return out, succeed("finetune_lora.py", *flags(base, sums, out, **LEARNS)).out
+
+
+def test_it_learns_and_other_scripts_use_the_result(base, learnt):
+    """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
+    out, told = learnt
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", told)]
+    assert losses[1] < 0.9 * losses[0]
     (checkpoint,) = out.glob("step-*")
     files = {path.name for path in checkpoint.iterdir()}  # no weights of the base
     assert files == {*PEFT_FILES, "optimizer", "run.json", "SHA256SUMS"}
@@ -187,35 +188,41 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
 
 
+def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
+    """To be submitted again. Not another adapter beside the merged one, nor as a base."""
+    out, _ = learnt
+    arguments = "finetune_lora.py", *flags(base, sums, out, **LEARNS), "--resume"
+    again = succeed(*arguments).out
+    assert "has done its 30 steps" in again and "merged:     python generate" in again
+    refused(launch(*arguments, "--steps=31"), f"{out / 'merged'} exists: remove")
+    refused(launch(*arguments, "--rank=3"), "another adapter", "rank 8, not 3")
+    no_base = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
+    refused(no_base, "is an adapter: generate.py takes it as --adapter, with ")
+
+
 @pytest.mark.slow
 def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, one_run, tmp_path):
     out = tmp_path / "run"
     succeed("finetune_lora.py", *flags(base, sums, out, dtype="bfloat16"))
     for a, b in zip(metrics(one_run[0]), metrics(out), strict=True):
-        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2e-2)
+        assert abs(a["loss"] - b["loss"]) > 1e-5 and a["loss"] == pytest.approx(b["loss"], rel=2e-2)
     assert {factor.dtype for factor in factors(out / "step-00000004").values()} == {torch.float32}
 
 
 def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
-    """Targets may come in another order, and data that has changed gives a warning. No sample is
-    shown where all prompts are too long."""
-    out, data = tmp_path / "run", tmp_path / "data.jsonl"
-    shutil.copy(sums, data)
+    """Targets may come in another order. No sample is shown where all prompts are too long."""
+    out = tmp_path / "run"
     options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
-    arguments = [*flags(base, data, out, **options), "--targets", "wv", "wq"]
-    run = Forks("finetune_lora.py", *arguments, "--resume")
+    arguments = flags(base, sums, out, **options)
+    run = Forks("finetune_lora.py", *arguments, "--targets", "wv", "wq")
     wait_for_lines(out / "metrics.jsonl", 5)
     os.kill(run.ranks[0], signal.SIGINT)
     result = run.finish()
     assert result.code == 0
-    assert f"warning: nothing to resume in {out}" in result.err
     assert "no held-out prompt is short enough" in result.out
     assert "with --resume goes on" in result.out and not (out / "merged").exists()
-    steps = f"--steps={metrics(out)[-1]['step'] + 1}"
-    again = [argument for argument in arguments[:-2] if "--steps" not in argument]
-    data.write_text(data.read_text().replace("is 3", "is 4"))
-    resumed = succeed("finetune_lora.py", *again, "wq", "wv", steps, "--resume")
-    assert f"warning: --data {data} no longer gives the sequences" in resumed.err
+    last = ["--targets", "wq", "wv", f"--steps={metrics(out)[-1]['step'] + 1}", "--resume"]
+    succeed("finetune_lora.py", *arguments, *last)
     assert load_pretrained(out / "merged").config == CONFIG
 
 
@@ -240,16 +247,3 @@ def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
     (tmp_path / "new/.best").mkdir(parents=True)  # as if the disk refused a link
     refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "new", **options)),
             "leave out --keep-best")  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ wrong input
-
-
-def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(one_run[0], out)
-    arguments = flags(base, sums, out, **WHOLE_RUN)
-    again = launch("finetune_lora.py", *arguments, "--resume", "--rank=3")
-    refused(again, "another adapter", "rank 8, not 3")
-    no_model = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
-    refused(no_model, "is an adapter: generate.py takes it as --adapter, with ")

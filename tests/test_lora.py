@@ -106,25 +106,20 @@ def test_dropout_acts_on_the_input_of_adapters():
     torch.testing.assert_close(layer.eval()(x), plain(x), rtol=0, atol=1e-12)
 
 
-def test_norms_are_exact_under_autocast():
+@torch.no_grad()
+def test_norms_of_rows_and_magnitudes_in_bfloat16():
+    """Norms are exact under autocast. FSDP rounds magnitudes: a factor that is 1 stays 1. A row of
+    zeros yields zeros, not NaN."""
     layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     exact = layer.weight.double() + 4 * layer.lora_B.double() @ layer.lora_A.double()
     with torch.autocast("cpu", torch.bfloat16):
-        norms = layer.row_norms()
-    assert torch.allclose(norms.double(), exact.norm(dim=1), rtol=1e-6)
-
-
-def test_magnitudes_in_bfloat16_and_rows_of_zeros():
-    """FSDP rounds magnitudes: a factor that is 1 stays 1. A row of zeros yields zeros, not NaN."""
-    layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
-    with torch.no_grad():
-        layer.weight[3] = 0
-        nn.init.normal_(layer.lora_A), nn.init.zeros_(layer.lora_B)
-        layer.lora_magnitude.copy_(layer.row_norms())
-    x, norms = torch.randn(5, 64), layer.row_norms()
-    parameters = [getattr(layer, name) for name in LoRALinear.PARAMETERS[:4]]
-    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), norms, 0.0)
+        assert torch.allclose(layer.row_norms().double(), exact.norm(dim=1), rtol=1e-6)
+    layer.weight[3] = 0
+    nn.init.zeros_(layer.lora_B)
+    layer.lora_magnitude.copy_(layer.row_norms())
+    x, parameters = torch.randn(5, 64), layer.ordered_parameters()[:4]
+    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), layer.row_norms(), 0.0)
     assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
     assert merged(layer).isfinite().all()
 
