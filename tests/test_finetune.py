@@ -57,9 +57,6 @@ def same_run(out: Path, expected: Path, step: int) -> None:
     same_weights(*(factors(run / f"step-{step:08d}") for run in (out, expected)))
 
 
-# ---------------------------------------------------------------------------- one run on every mesh
-
-
 def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
     """W + scale B A in a model without adapters, AdamW on A and B, loss on the answers alone."""
     out = tmp_path / "run"
@@ -114,14 +111,14 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    "nproc, parallel",
-    [
-        (2, "--microbatch=1"),
-        slow(4, "--dp=fsdp --tp=2 --cp=2"),
-        slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
-    ],
-)
+MESHES = [
+    (2, "--microbatch=1"),
+    slow(4, "--dp=fsdp --tp=2 --cp=2"),
+    slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
+]
+
+
+@pytest.mark.parametrize("nproc, parallel", MESHES)
 def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
     """Training, evaluation, samples, and merging; then a checkpoint of one process is resumed."""
     out = tmp_path / "run"
@@ -152,9 +149,6 @@ def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
     same_losses(metrics(whole), metrics(parts))
     both = (factors(run / "step-00000004").values() for run in (parts, whole))
     assert all(map(torch.equal, *both))
-
-
-# --------------------------------------------------------------------------- the result of a run
 
 
 LEARNS = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)

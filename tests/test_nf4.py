@@ -72,9 +72,6 @@ def test_numbers_in_another_dtype_are_rounded_once(dtype):
     assert torch.equal(dequantized(weight, row_scale, dtype), exact.to(dtype))
 
 
-# ------------------------------------------------------------------------------- in a model
-
-
 def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
     model = build(CONFIG, dict(rank=2, targets=("wq",), base_bits=4))
     in_4_bits = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
