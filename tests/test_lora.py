@@ -73,6 +73,8 @@ def test_merge(dtype, dora):
     before = model(TOKENS)
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     assert len(layers) == 14
+    master_weights = {factor.dtype for factor in adapters(model).values()}
+    assert master_weights == {torch.promote_types(dtype, torch.float32)}
     for layer in layers:
         base = layer.weight.double().clone()
         layer.weight.copy_(merged(layer))

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def plain_loop(data: Path, document_mask: bool = False, skip_steps: int = 0):
         starts = torch.where(tokens == tokenizer.bos, slots, 0).cummax(1).values
         return model(tokens, positions=slots - starts if document_mask else None), targets
 
-    rates = [5e-3, 1e-2, 1e-2, 1e-2, 6e-3]  # two of warmup; the last, a step before 0, is 1 / (5 / 3)
+    rates = [5e-3, 1e-2, 1e-2, 1e-2, 6e-3]  # two of warmup; the last falls to 1 / (5 / 3)
     rows = []
     for step in (step for step in range(5) if step + 1 != skip_steps):
         chosen = [window_of(step * 8 + i, len(windows), seed=0) for i in range(8)]
@@ -108,8 +109,21 @@ def same_metrics(ours: list[dict], expected: list[dict]) -> None:
 
 def same_losses(ours: list[dict], expected: list[dict]) -> None:
     """Assert that two runs agree in every bit."""
+    for key in ("step", "loss", "grad_norm"):
+        assert [row[key] for row in ours] == [row[key] for row in expected], key
+
+
+def resumes(out: Path, step: int, weights_of: Callable, *command, nproc: int = 0) -> None:
+    """Assert that a run, resumed by its command from a checkpoint, ends the same in every bit."""
+    rows, last = metrics(out), weights_of(out)
+    checkpoint = out / f"step-{step:08d}"
+    for path in out.glob("step-*"):
+        shutil.rmtree(path) if path > checkpoint else None
+    resumed = succeed(*command, "--resume", nproc=nproc, timeout=240)
+    assert f"resumed from {checkpoint}" in resumed.out
     for key in ("step", "loss", "grad_norm", "lr", "val_loss"):
-        assert [row.get(key) for row in ours] == [row.get(key) for row in expected], key
+        assert [row.get(key) for row in metrics(out)] == [row.get(key) for row in rows], key
+    assert all(torch.equal(weight, last[name]) for name, weight in weights_of(out).items())
 
 
 def same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -149,12 +163,7 @@ def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, 
     same_metrics(metrics(out), metrics(one_run[0]))
     same_weights(weights(out), weights(one_run[0]))
     assert samples_in(result) == one_run[1] and len(one_run[1]) == 2
-    rows, last = metrics(out), weights(out)
-    shutil.rmtree(out / "step-00000004")
-    resumed = succeed("train.py", *arguments, "--resume", nproc=nproc, timeout=240)
-    assert f"resumed from {out / 'step-00000002'}" in resumed.out
-    same_losses(metrics(out), rows)
-    assert all(torch.equal(weight, last[name]) for name, weight in weights(out).items())
+    resumes(out, 2, weights, "train.py", *arguments, nproc=nproc)
 
 
 def test_schedule_and_decay_groups():
