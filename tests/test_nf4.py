@@ -13,8 +13,6 @@ from plumbing.processes import Progress, with_progress
 from techniques.nf4 import BLOCK, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
-
-
 KINDS = "normal", "heavy-tailed", "with zeros", "with outliers"
 
 
@@ -34,17 +32,18 @@ def matrix_of(*shape: int, kind: str = "normal") -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
     """Given the same scales. Its quantizer scales a block by its largest number, so it is given
-    blocks that have one more number: what we scale by."""
+    blocks that have one more number: what we scale by. Errors are no larger than with its own
+    scales, quantized twice."""
     bnb = pytest.importorskip("bitsandbytes.functional")
-    matrix = matrix_of(96, 512, kind=kind).to(dtype)
+    matrix = matrix_of(256, 2048, kind=kind).to(dtype)
     weight, row_scale = quantized(matrix)
     scales = weight[..., 0] * row_scale.view(torch.float32)  # of each block, [out, in / 64]
     how = dict(shape=matrix.shape, blocksize=BLOCK, quant_type="nf4", dtype=torch.float32)
     nf4_code = bnb.get_4bit_type("nf4", "cpu")
     state = bnb.QuantState(absmax=scales.flatten(), code=nf4_code, **how)
     codes = weight[..., 1:].reshape(-1, 1).contiguous()
-    ours = dequantized(weight, row_scale, torch.float32)
-    assert torch.equal(bnb.dequantize_4bit(codes, state), ours)
+    values = dequantized(weight, row_scale, torch.float32)
+    assert torch.equal(bnb.dequantize_4bit(codes, state), values)
 
     clipped = (matrix.float().unflatten(1, (-1, BLOCK)) / scales[..., None]).clamp(-1, 1)
     blocks = clipped.flatten(0, 1).clone()
@@ -55,14 +54,9 @@ def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
     ours = torch.stack([codes >> 4, codes & 15], -1).view(-1, BLOCK)
     assert torch.equal(ours[:, 1:], theirs[:, 1:])
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_no_larger_than_with_scales_quantized_twice(kind):
-    bnb = pytest.importorskip("bitsandbytes.functional")
-    matrix = matrix_of(256, 2048, kind=kind)
     options = dict(blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
-    theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(matrix, **options))
-    assert (rounded(matrix) - matrix).norm() <= (theirs - matrix).norm()
+    theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(matrix.float(), **options))
+    assert (values - matrix).norm() <= (theirs - matrix).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

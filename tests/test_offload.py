@@ -46,37 +46,33 @@ def test_blocks_take_turns_on_the_gpu(monkeypatch):
     """After forward the GPU has what the last block saved; in backward also what comes next.
     Evaluation offloads nothing."""
     monkeypatch.setattr(offload, "MIN_BYTES", 0)
-    blocks = []
+    blocks, used = [], []  # what each block saved; in each use, of which block something is there
 
     class Watched(offload.SavedByBlock):
         def __init__(self, *args):
             super().__init__(*args)
-            blocks.append(self)
-            self.everything = self.tensors
+            blocks.append(self.tensors)
 
         def use(self, saved):
             result = super().use(saved)
-            used.append([any(t.on_gpu is not None for t in b.everything) for b in blocks])
+            used.append([any(t.on_gpu is not None for t in tensors) for tensors in blocks])
             return result
 
     monkeypatch.setattr(offload, "SavedByBlock", Watched)
-    model, used = small_model(), []
-    offload_activations(model, ON_CPU)
+    offload_activations(model := small_model(), ON_CPU)
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         model(tokens, targets=tokens)
     assert not blocks
     loss = model(tokens, targets=tokens)
-    assert [all(t.on_gpu is None for t in b.everything) for b in blocks] == [True, True, False]
-    assert all(len(b.everything) > 5 for b in blocks)
-    sizes = [sum(t.on_cpu.nbytes for t in b.everything) for b in blocks]
+    assert [all(t.on_gpu is None for t in tensors) for tensors in blocks] == [True, True, False]
     # q, attention's output, two norms' inputs, outputs and what their weights multiply; k, v; gate,
     # silu(gate), up and their product; lse in float32 or float64
-    numbers = 24 * (8 * 32 + 2 * 16 + 4 * 48)
-    assert all(numbers * 8 < size < 1.1 * numbers * 8 for size in sizes), (sizes, numbers * 8)
+    nbytes = 8 * 24 * (8 * 32 + 2 * 16 + 4 * 48)
+    for tensors in blocks:
+        assert nbytes < sum(t.on_cpu.nbytes for t in tensors) < 1.1 * nbytes
     loss.backward()
-    in_order = [turns for turns, before in zip(used, [None, *used]) if turns != before]
-    assert in_order[0] == [False, True, True] and in_order[-1][0]
+    assert used[0] == [False, True, True] and used[-1][0]
 
 
 def test_a_change_in_place_is_refused_as_without(monkeypatch):
