@@ -88,10 +88,25 @@ def plain_model(config: dict, lora: dict | None = None) -> Llama:
     return model
 
 
-def plain_step(logits, targets, named: dict, optimizer, clip: float = CLIP) -> tuple:
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the mean of a loss of train_cases.LOSSES over targets [n], by PyTorch's formulas."""
+    if name == "capped and smoothed":
+        return F.cross_entropy(3 * torch.tanh(logits / 3), targets, label_smoothing=0.1)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    if name == "with z":
+        losses = losses + 1e-2 * logits.logsumexp(-1) ** 2
+    if name == "focal":
+        losses = losses * (1 - logits.softmax(-1).gather(1, targets[:, None])[:, 0]) ** 2
+    return losses.mean()
+
+
+def plain_step(
+    logits, targets, named: dict, optimizer, clip: float = CLIP, loss: str = "plain"
+) -> tuple:
     """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
     the gradients, as a tuple; and the gradients once clipped."""
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    valid = targets != IGNORE
+    loss = mean_loss(logits[valid], targets[valid], loss)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -99,16 +114,16 @@ def plain_step(logits, targets, named: dict, optimizer, clip: float = CLIP) -> t
     optimizer.step()
     for p in named.values():
         p.grad = None
-    return (loss.item(), (targets != IGNORE).sum().item(), norm), gradients
+    return (loss.item(), valid.sum().item(), norm), gradients
 
 
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON, so that results can be cached: a case's config, packed, lora, optimizer, seq.
-    Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, name, seq = json.loads(key)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, loss, optimizer,
+    seq. Where it has adapters, a model without any computes with the effective_weights."""
+    config, packed, lora, loss, name, seq = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -120,7 +135,7 @@ def plain_training(key: str) -> dict:
     for _ in range(STEPS):
         weights = effective_weights(model, lora)
         logits = torch.func.functional_call(bare, weights, (), given)
-        row, gradients = plain_step(logits, batch.targets, trainable, optimizer)
+        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, loss=loss)
         rows.append(row)
         first_gradients = first_gradients or gradients
     last = dict(model.named_parameters())
@@ -230,8 +245,8 @@ def assert_saved(result: dict, case: dict) -> None:
 def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
-    predictions are further off: tests/test_page.py has them."""
-    if "lora" in case:
+    predictions are further off: tests/test_page.py has them. A student's loss may send more."""
+    if "lora" in case or "loss" in case:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -260,7 +275,8 @@ def attentions(case: dict, layers: float) -> float:
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     optimizer = case["parallel"].get("optimizer", "adamw")
-    key = [case["config"], case["packed"], case.get("lora"), optimizer, case.get("seq", SEQ)]
+    key = [case["config"], case["packed"], case.get("lora"), case.get("loss", "plain")]
+    key += [optimizer, case.get("seq", SEQ)]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)

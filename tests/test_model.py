@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hugging_face_model, succeed
+from conftest import hugging_face_model
 from test_formats import our_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -153,11 +153,6 @@ def test_packed_documents_equal_separate_ones():
 
 
 # ------------------------------------------------------------------------------------- the loss
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_loss_that_a_student_writes_is_exact_in_chunks_and_over_shards(nproc):
-    succeed("tests/workers/losses.py", nproc=nproc)
 
 
 def test_gradients_of_the_output_are_summed_in_float32():

@@ -2,8 +2,8 @@
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
-torch.compile, and "lora" (fields of LoRA, and base_bits), with which the learning rate is a tenth.
-"""
+torch.compile, "loss" (a name of LOSSES), and "lora" (fields of LoRA, and base_bits), with which the
+learning rate is a tenth."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+import model as model_py
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
 from config import ParallelConfig, Work
@@ -54,6 +55,32 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
         documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
         positions = torch.tensor([row[:seq] for row in documents])
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
+
+
+def capped(hidden, weight):
+    return 3 * torch.tanh(hidden @ weight.T / 3)
+
+
+def smoothed(logits, targets, vocabulary):
+    everywhere = vocabulary.logsumexp(logits) - vocabulary.sum(logits) / vocabulary.size
+    return 0.9 * vocabulary.cross_entropy(logits, targets) + 0.1 * everywhere
+
+
+def with_z(logits, targets, vocabulary):
+    return vocabulary.cross_entropy(logits, targets) + 1e-2 * vocabulary.logsumexp(logits) ** 2
+
+
+def focal(logits, targets, vocabulary):
+    loss = vocabulary.cross_entropy(logits, targets)
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+LOSSES = {  # as a student would write them in model.py; exact.py has PyTorch's formulas
+    "plain": dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of),
+    "capped and smoothed": dict(logits_of=capped, loss_of=smoothed),
+    "with z": dict(loss_of=with_z),
+    "focal": dict(loss_of=focal),
+}
 
 
 def merge_ranks(values: dict) -> dict:
@@ -169,6 +196,7 @@ def main():
         torch._dynamo.utils.counters.clear()
         # Else DTensor goes on with the equal mesh of an earlier case: to a compiler, another one.
         _clear_sharding_prop_cache()
+        vars(model_py).update(LOSSES["plain"] | LOSSES[case.get("loss", "plain")])
         results.append(train(process, case))
         if process.rank == 0:
             print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
