@@ -100,13 +100,11 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, name: str) -> torch.T
     return losses.mean()
 
 
-def plain_step(
-    logits, targets, named: dict, optimizer, clip: float = CLIP, loss: str = "plain"
-) -> tuple:
+def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, loss_name="plain") -> tuple:
     """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
     the gradients, as a tuple; and the gradients once clipped."""
     valid = targets != IGNORE
-    loss = mean_loss(logits[valid], targets[valid], loss)
+    loss = mean_loss(logits[valid], targets[valid], loss_name)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -123,19 +121,19 @@ def plain_training(key: str) -> dict:
 
     `key` is JSON, so that results can be cached: a case's config, packed, lora, loss, optimizer,
     seq. Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, loss, name, seq = json.loads(key)
+    config, packed, lora, loss_name, optimizer_name, seq = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    make = {"adamw": plain_adamw, "muon": plain_muon}[name]
+    make = {"adamw": plain_adamw, "muon": plain_muon}[optimizer_name]
     optimizer = make(trainable, 1e-3 if lora else 1e-2)
     batch, rows, first_gradients = batch_of(packed, seq), [], {}
-    given = {"tokens": batch.tokens, "positions": batch.positions}
+    inputs = {"tokens": batch.tokens, "positions": batch.positions}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(STEPS):
         weights = effective_weights(model, lora)
-        logits = torch.func.functional_call(bare, weights, (), given)
-        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, loss=loss)
+        logits = torch.func.functional_call(bare, weights, (), inputs)
+        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, loss_name)
         rows.append(row)
         first_gradients = first_gradients or gradients
     last = dict(model.named_parameters())
