@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import succeed
 from exact import GROUPED
-from test_train import flags
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
@@ -16,6 +14,7 @@ from techniques.float8 import (
     E4M3,
     E5M2,
     Float8Linear,
+    about,
     float8_product,
     float8_recipes,
     has_float8,
@@ -26,22 +25,14 @@ from techniques.float8 import (
 )
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
-FORMATS = {E4M3: (448, 2**-9, 8), E5M2: (57344, 2**-16, 4)}  # largest, smallest, numbers in [1, 2)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_format_has_the_numbers_of_the_docstring(format):
-    codes = torch.arange(256, dtype=torch.uint8).view(format).double()
-    positive = codes[codes.isfinite() & (codes > 0)]
-    in_octave = ((positive >= 1) & (positive < 2)).sum()
-    assert (positive.max(), positive.min(), in_octave) == FORMATS[format]
-
-
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     torch.manual_seed(0)
-    largest, smallest, in_octave = FORMATS[format]
+    largest, unit = torch.finfo(format).max, torch.finfo(format).eps
+    smallest = torch.finfo(format).smallest_normal * unit
     x = torch.randn(48, 64) * torch.logspace(-6, 6, 48)[:, None]
     x[3] = 0
     codes, factor = rounded(x, format, recipe)
@@ -54,7 +45,7 @@ def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     else:
         exact = (largest / amax.double().clamp(min=2.0**-100)).float()
         assert torch.equal(factor.flatten(), exact.flatten())
-    half_a_unit = x.double().abs() / (2 * in_octave)  # in the last place
+    half_a_unit = x.double().abs() * unit / 2  # in the last place
     error = (codes.double() * scale - x.double()).abs()
     assert (error <= torch.maximum(half_a_unit * (1 + 1e-6), scale * smallest)).all()
 
@@ -132,21 +123,15 @@ def test_which_gpus_multiply_in_8_bits():
     ],
 )
 def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, matrices):
+    """And named at a run's start. Parameters keep their names, so that weights load anywhere."""
     model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48)))
-    names = {name for name, _ in model.named_parameters()}
-    use_float8(model, SimpleNamespace(parallel=ParallelConfig(float8=recipe, tp=tp)))
+    names = [name for name, _ in model.named_parameters()]
+    parallel = ParallelConfig(float8=recipe, tp=tp)
+    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
+    assert f"{recipe} float8 in {matrices} of 2 blocks, emulated: " in about(model, world)
+    use_float8(model, world)
     replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
     assert all(name.startswith("layers.") for name in replaced)
     assert {layer.recipe for layer in replaced.values()} == {recipe}
-    assert {name for name, _ in model.named_parameters()} == names
-
-
-def test_a_run_says_which_layers_and_its_weights_load_anywhere(corpus, tmp_path):
-    """train.py in 8 bits, resumed without them."""
-    out = tmp_path / "run"
-    told = succeed("train.py", *flags(corpus, out, steps=2, float8="tensorwise")).out
-    assert "tensorwise float8 in wq wk wv wo w1 w2 w3 of 2 blocks, emulated" in told
-    resumed = succeed("train.py", *flags(corpus, out, steps=3), "--resume")
-    assert "warning: --float8 was tensorwise, is now none" in resumed.err
-    assert "float8" not in resumed.out
+    assert [name for name, _ in model.named_parameters()] == names
