@@ -156,10 +156,10 @@ def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False)
     if q.device.type != DEVICE.type:
         options = dict(is_causal=is_causal, enable_gqa=enable_gqa)
         return attention_on_cpu(q, k, v, attn_mask, **options)
-    if attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled() and not APPLE:
+    if APPLE or q.dtype == torch.float64:
+        kernel = "apple" if APPLE else "math"
+    elif attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
         kernel = "cudnn"
-    elif APPLE or q.dtype == torch.float64:
-        kernel = "math"
     else:
         kernel = "flash" if q.dtype == LOW and attn_mask is None else "efficient"
     ATTENTION.add(kernel)
@@ -167,8 +167,9 @@ def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False)
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     if kernel == "math":
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
     assert q.shape[1] == k.shape[1], "this kernel needs a key/value head for each query head"
+    if kernel in ("math", "apple"):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
     if attn_mask is not None:
         attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -323,7 +324,8 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
         batch = batch.to(DEVICE)
         WAITS.dtypes.clear()
         for step in (1, 2):
-            WAITS.take(), ATTENTION.clear()
+            WAITS.take()
+            ATTENTION.clear()
             loss = accumulate(runner, batch, 2 if parallel.pp == 1 else 1, world)
             passes = WAITS.take()
             update(optimizer, loss, batch, 1.0, world, step)
