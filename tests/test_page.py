@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, slow, step_of
-from exact import meta_model, parallel_config
+from exact import parallel_config
 from torch import nn
 
 from config import ParallelConfig, Work
@@ -34,10 +34,10 @@ QWEN3 = replace(CHUNKY, head_dim=64, qk_norm=True)
 CONFIGS = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED, QWEN3=QWEN3)
 ADAPTERS = {
     "none": None,
-    "rank 4": dict(rank=4),
-    "wq wv": dict(rank=4, targets=("wq", "wv")),
-    "dropout": dict(rank=4, dropout=0.1),
-    "dora": dict(rank=4, dora=True),
+    "rank 4": LoRA(4),
+    "wq wv": LoRA(4, targets=("wq", "wv")),
+    "dropout": LoRA(4, dropout=0.1),
+    "dora": LoRA(4, dora=True),
 }
 COUNTED = ROOT / "tests/counted.jsonl"
 LIMITS = (0.02, 0.05, 0.10, 0.15, 0.40)
@@ -46,19 +46,15 @@ ROWS = [json.loads(line) for line in COUNTED.read_text().splitlines()]
 
 def work_of(step: dict) -> tuple[Work, int]:
     """Return the step of a row of COUNTED, and the place along pp of the rank that was counted."""
-    given = dict(step)
-    ranks, name, adapters = (given.pop(key) for key in ("ranks", "config", "adapters"))
-    bits, stage = given.pop("base_bits"), given.pop("stage")
-    sequences = given.pop("microbatch"), given.pop("microbatches")
-    given["dtype"] = getattr(torch, given["dtype"])
-    lora = ADAPTERS[adapters]
+    given = step | dict(dtype=getattr(torch, step["dtype"]))
+    others = "ranks config adapters base_bits stage microbatch microbatches".split()
+    ranks, name, adapters, bits, stage, *sequences = (given.pop(key) for key in others)
+    config, lora = CONFIGS[name], ADAPTERS[adapters]
     parallel = parallel_config(ranks, bool(lora), **given)
-    config, pp = CONFIGS[name], parallel.pp
-    config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
-    model = (
-        build_on_meta(config, LoRA(**lora), base_bits=bits) if lora else meta_model(config, True)
-    )
-    return step_of(model, parallel, *sequences, 256), pp - 1 if stage == "last" else 0
+    if (pp := parallel.pp) > 1:
+        config = replace(config, n_layers=pp * parallel.stages_per_rank + 1)
+    work = step_of(build_on_meta(config, lora, base_bits=bits), parallel, *sequences, 256)
+    return work, pp - 1 if stage == "last" else 0
 
 
 def payload_of(traffic: Traffic) -> dict[str, int]:
