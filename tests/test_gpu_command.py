@@ -13,12 +13,11 @@ from model import PRESETS
 from plumbing.parser import Parser
 from text.tokenizer import load_tokenizer
 
-PAGE = runpy.run_path(str(ROOT / "docs/gpu.py"))
-gpu = SimpleNamespace(**PAGE)
-LINES = [line for commands in gpu.PARTS.values() for _, line, _ in commands]
+gpu = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu.py")))
+COMMANDS = [(name, line) for part in gpu.PARTS.values() for name, line, _ in part]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [line for _, line in COMMANDS])
 def test_a_command_parses(line):
     script, *words = shlex.split(line)
     if script == "docs/gpu.py":
@@ -33,8 +32,7 @@ def test_a_command_parses(line):
 
 
 def test_names_are_not_used_twice_and_a_dry_run_lists_commands():
-    names = [name for commands in gpu.PARTS.values() for name, _, _ in commands]
-    assert len(set(names)) == len(names)
+    assert len(dict(COMMANDS)) == len(COMMANDS)
     out = succeed("docs/gpu.py", "--part", "B", "--dry-run").out
     assert [f"    python {line}" for _, line, _ in gpu.PARTS["B"]] == out.splitlines()[1::2]
 

@@ -127,31 +127,24 @@ def test_folders_and_files_are_small():
     assert {name: n for name, n in held.items() if n > BUDGETS[name]} == {}
 
 
-def flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """Return the flags of a parser and its commands; --x and --no-x are one."""
-    found = set()
-    for action in parser._actions:
-        found |= {flag for flag in action.option_strings[:1] if flag.startswith("--")}
-        if isinstance(action, argparse._SubParsersAction):
-            found |= set().union(*map(flags_of, action.choices.values()))
-    return found
-
-
 class Parsed(Exception):
     pass
 
 
 def test_flags_are_at_most_100(monkeypatch):
-    """Distinct names, over all scripts but those of labs/."""
+    """Distinct names, over all scripts but those of labs/; --x and --no-x are one."""
+    flags, add_argument = set(), argparse._ActionsContainer.add_argument
 
-    def collect(parser, *_):
-        flags.update(flags_of(parser))
+    def collect(parser, *names, **options):
+        flags.update(name for name in names[:1] if name.startswith("--"))
+        return add_argument(parser, *names, **options)
+
+    def stop(*_):
         raise Parsed
 
-    flags = set()
-    monkeypatch.setattr(Parser, "parse_args", collect)
-    scripts = "train finetune_lora generate evaluate report bench data checkpoint"
-    for name in scripts.split():
+    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", collect)
+    monkeypatch.setattr(Parser, "parse_args", stop)
+    for name in "train finetune_lora generate evaluate report bench data checkpoint".split():
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
         with pytest.raises(Parsed):
             importlib.import_module(name).main()
