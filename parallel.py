@@ -240,7 +240,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
-    do not fit. In labs/ddp you write it with hooks; in labs/buckets you choose the buckets."""
+    do not fit. In labs/ddp you write it with hooks."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -56,7 +56,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     """Return the bytes of a rank's tensors in a step by kind, as if without --offload, for rank
     `pp_rank` along pp (by default the one that holds most). `gathered` are unsharded weights, and
     `kept` is what else stays between steps. `peak` is not the sum of all kinds, since they are not
-    all there at the same time (labs/memory)."""
+    all there at the same time (see `labs/run.py predict memory`)."""
     c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
     if pp_rank is None:  # those between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
@@ -116,7 +116,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 @functools.lru_cache(1024)
 def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     """Return the calls and the payload bytes of each collective in a step, for rank `pp_rank` along
-    pp, by default the one that sends most (labs/bytes)."""
+    pp, by default the one that sends most (see `labs/run.py predict bytes`)."""
     p = work.parallel
     if pp_rank is None:
         of_ranks = (sends(work, rank) for rank in range(p.pp))

@@ -7,7 +7,7 @@
     python labs/run.py hint mean             the next of three hints
     python labs/run.py why mean              the solution, once you have passed
     python labs/run.py reset mean            the file as it was; yours is kept beside it
-    python labs/run.py predict bytes         say what a step sends, then see it counted; six more
+    python labs/run.py predict bytes         say what a step sends, then see it counted; three more
 
 A command that needs your file writes it first, with the part that is yours left out.
 
@@ -202,7 +202,7 @@ COMMANDS = {
     "hint": (hint, ""),
     "why": (why, "give_up"),
     "reset": (reset, ""),
-    "predict": (predict, "seed answer student attempt key"),
+    "predict": (predict, "seed answer student key"),
     "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
     "grade": (lambda args: grade(args, NAMES), "seed key summary csv junit gradescope"),
     "new": (lambda args: write_lab(args.lab, NAMES), ""),
@@ -245,9 +245,6 @@ def main() -> None:
     guess = parser.add_argument_group("predict")
     guess.add_argument("--answer", action="append", help="a line in place of one that is typed")
     guess.add_argument("--student", metavar="NAME", help="with --class: questions of your own")
-    guess.add_argument(
-        "--attempt", type=positive_int, metavar="N", help="the student's Nth question"
-    )
     teacher = parser.add_argument_group("grade")
     teacher.add_argument(
         "--class", dest="key", metavar="KEY", help="other seeds for each student, by this word"

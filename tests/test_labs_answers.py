@@ -1,19 +1,21 @@
-"""All labs: solutions pass and train as the project, and each wrong answer gets its sentence."""
+"""All labs: solutions pass, one trains as the project, and each wrong answer gets its sentence."""
 
+import json
 import re
 from xml.etree import ElementTree
 
 import pytest
-from conftest import launch, refused, slow
-from test_labs import ANSWERS, WRONG, lab, student_file
+from conftest import launch, slow
+from test_labs import ANSWERS, lab, student_file
 
+from labs.machinery import answers
 from labs.machinery.answers import starter_of
-from labs.machinery.training import check_module
+from labs.machinery.checking import check_module
 
 RECT = "{http://www.w3.org/2000/svg}rect"
 
 
-@pytest.mark.parametrize("name", ["mean", "zero1", "pipeline", slow("buckets")])
+@pytest.mark.parametrize("name", ["mean", "zero1", "pipeline"])
 def test_solutions_pass(name, tmp_path):
     """The file that is checked is the one that was given. Time lines are drawn."""
     path, plot = student_file(name, tmp_path), tmp_path / "plot.svg"
@@ -26,20 +28,27 @@ def test_solutions_pass(name, tmp_path):
         assert str(plot) in out and len(ElementTree.parse(plot).getroot().findall(RECT)) > 10
 
 
+KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example) .*"  # of numbers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name, wrong", WRONG, ids=[f"{n}: {w.name}" for n, w in WRONG])
-def test_wrong_answers_are_named(name, wrong, tmp_path):
-    path = student_file(name, tmp_path, patch=wrong.patch)
-    sizes = check_module(name).SIZES
+@pytest.mark.parametrize("name", ANSWERS)
+def test_wrong_answers_are_named(name, tmp_path):
+    wrong_answers, sizes = answers.wrong_answers(name), check_module(name).SIZES
+    files = []
+    for number, wrong in enumerate(wrong_answers):
+        files.append(tmp_path / f"{number}.py")
+        files[-1].write_text(answers.patched(ANSWERS[name], wrong.patch))
     size = 3 if 3 in sizes else sizes[0]
-    out = lab("check", name, "--file", path, "--ranks", size, code=1)
-    assert wrong.says in " ".join(out.split()), out
-    if wrong.tells == "right numbers":  # so it takes more than numbers to find it
-        kinds = r"  (loss|norm|gradients|gathered|output|adapters|weights|example) .*"
-        numbers = [line for line in out.splitlines() if re.match(kinds, line)]
-        assert numbers and all(line.endswith("ok") for line in numbers)
-    if wrong.tells == "hangs":
-        assert "stopped: ranks wait" in out and "rank 0  call" in out and ", line " in out
+    result = launch("tests/workers/reports.py", name, size, *files, timeout=600)
+    for wrong, text in zip(wrong_answers, json.loads(result.out), strict=True):
+        words, (says, *_) = " ".join(text.split()), wrong.says.split("{")
+        assert says in words, f"{wrong.name}: {text}"
+        if wrong.tells == "right numbers":  # so it takes more than numbers to find it
+            numbers = [line for line in text.splitlines() if re.match(KINDS, line)]
+            assert numbers and all(line.endswith("ok") for line in numbers), text
+        if wrong.tells == "hangs":
+            assert "stopped: ranks wait" in text and "rank 0  call" in text and ", line " in text
 
 
 NOTHING = [(name, body) for name in ANSWERS for body in ("", "pass")]
@@ -88,35 +97,25 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     assert "hint: python labs/run.py hint mean" in out
 
 
-# -------------------------------------------------------------------------------- in training
-
-TRAINED = [name for name in ANSWERS if hasattr(check_module(name), "RUN")]
-
-
-@pytest.mark.parametrize("name", [name if name == "mean" else slow(name) for name in TRAINED])
-def test_solutions_train_as_the_project(name, tmp_path):
-    steps = 30 if name == "ddp" else 8
-    out = lab("train", name, "--file", student_file(name, tmp_path), "--steps", steps, timeout=400)
-    differences = re.findall(r"largest difference .*: (\S+) of the", out)
-    # mean clips by clip / norm, where the project divides by norm + 1e-6.
-    assert max(map(float, differences)) < (1e-7 if name == "mean" else 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, change",
-    [
-        ("mean", {"grad /= totals[1]": "grad /= targets"}),
-        ("ddp", {"            parameter.grad /= dist.get_world_size()\n": ""}),
-        ("fsdp", {"rows_grad[: len(rows)]": "-rows_grad[: len(rows)]"}),
-        ("fsdp", {"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"}),
-        ("hsdp", {"        dist.all_reduce(rows, group=across)\n": "        rows.neg_()\n"}),
-        ("tp", {"        x = SumInBackward.apply(x)\n": ""}),
-        ("logits", {"-= is_here.to(p.dtype)": "-= 1"}),
-    ],
-)
-def test_wrong_answers_train_otherwise(name, change, tmp_path):
-    """So the student's function is what the run uses."""
-    path = student_file(name, tmp_path, change)
-    result = launch("labs/run.py", "train", name, "--file", path, timeout=400)
-    refused(result, "the runs differ")
+def test_the_ddp_of_a_student_trains_as_the_project(copy):
+    """And another trains otherwise, so it is the student's that a run uses."""
+    (copy / "labs/work").mkdir()
+    flags = "--dp ddp --model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 6".split()
+    flags += "--optimizer adamw --dtype float64 --steps 4 --eval-every 0".split()
+    change = {"            parameter.grad /= dist.get_world_size()\n": ""}
+    measured = {}
+    for name, script, changed in (
+        ("project's", "train.py", {}),
+        ("student's", "labs/train.py", {}),
+        ("wrong", "labs/train.py", change),
+    ):
+        student_file("ddp", copy / "labs/work", changed)
+        out = copy / name
+        result = launch(copy / script, *flags, "--data", copy / "docs", "--out", out, nproc=2)
+        assert result.codes == [0, 0], f"{name}: {result.err}"
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        measured[name] = [
+            json.loads(line)[what] for line in lines for what in ("loss", "grad_norm")
+        ]
+    assert measured["student's"] == pytest.approx(measured["project's"], rel=1e-12)
+    assert measured["wrong"] != pytest.approx(measured["project's"], rel=1e-3)

@@ -14,8 +14,8 @@ from test_labs import ANSWERS, WRONG, lab, student_file
 
 from labs.machinery import grading
 from labs.machinery.answers import starter_of
+from labs.machinery.checking import check_module
 from labs.machinery.grading import seed_of
-from labs.machinery.training import check_module
 
 LABS = ROOT / "labs"
 NOT_ALLOWED = {

@@ -224,10 +224,9 @@ REFUSALS = """
 1 | lab check mean --file {here} | is a directory: give a file
 1 | lab check mean --answer 7 | check takes no --answer
 1 | lab check mean --plot a.svg | mean has no time line; buckets and pipeline have
-1 | lab predict size | no form 'size': choose from bytes, memory, counts
+1 | lab predict size | no form 'size': choose from bytes, memory, fastest, bubble
 1 | lab predict bubble --seed -1 | expected an integer of at least 0
 1 | lab predict bytes --student ada | --student is for --class KEY
-1 | lab predict bytes --attempt 2 | --attempt is for --class KEY
 1 | lab predict bytes --class x | --class KEY needs --student NAME
 1 | lab predict bytes --class x --student ada --seed 3 | and no --seed
 1 | lab predict bubble --ranks 7 | predict takes no --ranks
@@ -248,6 +247,8 @@ REFUSALS = """
 1 | lab new Mean | 'Mean' cannot be a file of Python
 1 | lab new mean | there is a lab mean
 1 | labs/clinic.py show --no | unrecognized arguments: --no
+1 | labs/clinic.py answer 1 --fault 10 | --fault: invalid choice: 10
+1 | labs/clinic.py answer 1 --gain 0 | --gain: expected a number above 0
 1 | labs/clinic.py admit --student ada | --student is for --class KEY
 1 | labs/clinic.py admit --class key | --class KEY needs --student NAME
 1 | labs/clinic.py admit --class key --student ada --seed 1 | and no --seed
