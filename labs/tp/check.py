@@ -137,7 +137,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
 
 
 def check_sent(direction: str, sent: dict[str, tuple[int, int]], by_input: bool) -> Property:
-    """Return whether a rank has sent one sum. Its matrices may be cut `by_input` features."""
+    """Return whether a rank has sent one sum. `by_input`: whether w1 is cut by input features."""
     is_forward = direction == "forward"
     calls, nbytes = map(sum, zip((0, 0), *sent.values()))
     one = ONE_SUM["all-reduce"][1]
