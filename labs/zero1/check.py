@@ -26,8 +26,8 @@ BARRED = (
     "techniques.zero1.all_gather_updates",
 )
 HINTS = (
-    "Look at the pictures of `ddp` in parallel.py and at the head of techniques/zero1.py: what does "
-    "a rank hold, and what does it get from the others?",
+    "Look at the pictures in the docstring of `ddp` in parallel.py and at the head of "
+    "techniques/zero1.py: what does a rank hold, and what does it get from the others?",
     "Count the numbers that a rank keeps from step to step, and those that it receives in a step. "
     "For the weights that it does not update, does it need the gradients?",
     "A function that makes a tensor flat and pads it. In a step, for each parameter: reduce-"
