@@ -1,20 +1,15 @@
 """The check of labs/accumulate."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import train
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
-from labs.machinery.lab import batch_of, share_of, small_model, summed_gradients, world_of
+from labs.machinery.lab import ROWS, batch_of, share_of, small_model, summed_gradients, world_of
 from labs.machinery.student import check_returned
-from labs.machinery.training import Run
-from parallel import World
 from perf.instruments import Counted, Live
-from text.batch import Batch
 
 FUNCTION = "accumulate"
 ABOUT = "the loop over microbatches, on PyTorch's DDP"
@@ -39,13 +34,10 @@ KEPT = (
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     world, model = world_of(rank, size), small_model(seed)
     runner = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
-    microbatches = [
-        part.inputs[:2] for part in share_of(batch_of(seed), rank, size).microbatches(1)
-    ]
-    peaks = []
-    with Live(model.parameters()) as live, runner.no_sync():  # one microbatch, to compare with
+    parts = share_of(batch_of(seed), rank, size).microbatches(1)
+    microbatches = [part.inputs[:2] for part in parts]
+    with Live(model.parameters()) as of_one, runner.no_sync():  # one microbatch, to compare with
         runner(*microbatches[-1]).backward()
-    peaks.append(live.peak)
     model.zero_grad()
     forwards = []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -53,76 +45,42 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     with Live(model.parameters()) as live, Counted(world) as counted:
         loss = accumulate(runner, microbatches)
     check_returned(loss, Tensor, "the sum of the losses, a tensor")
-    peaks.append(live.peak)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    ran, off = len(forwards), not runner.require_backward_grad_sync
-    one = {}
+    found = {
+        "loss": loss.item(),
+        "has a graph": loss.requires_grad,
+        "gradients": gradients_of(model),
+        "sent": counted.sent,
+        "forwards": len(forwards),
+        "off": not runner.require_backward_grad_sync,
+        "peaks": (of_one.peak, live.peak),
+    }
     if student.AGAIN:
         if student.kept_by_call(lambda: accumulate(runner, microbatches)) > 0:
             raise student.Misuse(KEPT)
         model.zero_grad(set_to_none=False)
         accumulate(runner, microbatches[:1])
-        one = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return {
-        "one": one,
-        "forwards": ran,
-        "off": off,
-        "loss": loss.item(),
-        "has a graph": loss.requires_grad,
-        "gradients": gradients,
-        "sent": counted.sent,
-        "peaks": peaks,
-    }
+        found["one"] = gradients_of(model)
+    return found
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def facts(size: int) -> dict:
+    """Return what sentences of wrong.txt say of the ranks."""
+    return {"m": ROWS // size}
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    model, batch = small_model(seed), batch_of(seed)
-    shares = [share_of(batch, rank, size) for rank in range(size)]
-    losses = [summed_gradients(model, share)[0] for share in shares]
-    # Of each rank, for each microbatch: loss, targets and gradient; and gradients as they add up.
-    parts = [[summed_gradients(model, part) for part in share.microbatches(1)] for share in shares]
-    so_far = [list(itertools.accumulate((g for *_, g in own), plus)) for own in parts]
-    names, m = list(so_far[0][0]), len(parts[0])
-
-    def averaged(own: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: sum(g[name] for g in own) / size for name in names}
-
-    def averaged_after(i: int) -> list[dict[str, Tensor]]:
-        """Return what there is if microbatch `i` averages what has added up, and no other does."""
-        average = averaged([own[i] for own in so_far])
-        return [plus(average, plus(own[-1], own[i], -1)) for own in so_far]
-
-    last = averaged([own[-1][2] for own in parts])
-    average = averaged([own[-1] for own in so_far])
-    mistakes = {
-        "This is the loss of the last microbatch: the sum over all is wanted.": [
-            own[-1][0] for own in parts
-        ],
-        "This is the loss of all ranks: each returns that of its own microbatches.": sum(losses),
-    }
-    yield compare.numbers("loss", results["loss"], losses, mistakes)
-    mistakes = {
-        "No gradient was exchanged: DDP decides in forward whether the next backward will "
-        "communicate, and in the last forward it was still told not to.": [
-            own[-1] for own in so_far
-        ],
-        **{
-            f"Gradients were averaged after microbatch {i + 1} of {m}: what adds up afterwards "
-            f"stays on its rank.": averaged_after(i)
-            for i in range(m - 1)
-        },
-        "The last microbatch's gradient was averaged, the others' not: a hook on the incoming "
-        "gradient sees that of one microbatch, not the sum in parameter.grad.": [
-            plus(last, plus(own[-1], of_last[-1][2], -1)) for own, of_last in zip(so_far, parts)
-        ],
-        "This is the gradient of the last microbatch alone: gradients add up over all.": last,
-        f"The gradient is divided by the number of microbatches, {m}: these are sums, which are "
-        f"divided once, by the number of targets.": compare.times(average, 1 / m),
-    }
-    yield compare.tensors("gradients", results["gradients"], average, mistakes)
+    model, m = small_model(seed), ROWS // size
+    shares = [share_of(batch_of(seed), rank, size) for rank in range(size)]
+    losses, _, gradients = zip(*(summed_gradients(model, share) for share in shares))
+    yield compare.numbers("loss", results["loss"], list(losses))
+    yield compare.tensors("gradients", results["gradients"], average(gradients))
     if student.AGAIN:
-        first = averaged([own[0] for own in so_far])
-        yield compare.tensors("one microbatch", results["one"], first)
+        first = [summed_gradients(model, share.microbatches(1)[0])[2] for share in shares]
+        yield compare.tensors("one microbatch", results["one"], average(first))
     expected = sum(p.nbytes for p in model.parameters())
     yield compare.exactly(
         "bytes a step",
@@ -163,15 +121,5 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     )
 
 
-def plus(a: dict[str, Tensor], b: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
-    return {name: a[name] + times * b[name] for name in a}
-
-
-RUN = Run()
-
-
-def install(student: Callable) -> None:
-    def of_batch(runner, batch: Batch, microbatch: int, world: World) -> Tensor:
-        return student(runner, [part.inputs[:2] for part in batch.microbatches(microbatch)])
-
-    train.accumulate = of_batch
+def average(of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: sum(own[name] for own in of_ranks) / len(of_ranks) for name in of_ranks[0]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -14,9 +15,7 @@ from labs.machinery.compare import Property
 from labs.machinery.lab import batch_of, plural, share_of, small_model, summed_gradients, world_of
 from labs.machinery.ranks import NotedWork
 from labs.machinery.student import check_returned, tensors_alive
-from labs.machinery.training import Run, after_backward, replace_ddp
-from model import IGNORE, Llama
-from parallel import World
+from model import IGNORE
 from perf.instruments import Counted
 from text.batch import Batch
 
@@ -122,11 +121,22 @@ class Functional(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the average gradients of each step, on weights that follow them."""
+    model = small_model(seed)
+    for _ in range(STEPS):
+        of_ranks = [summed_gradients(model, share(seed, rank, size))[2] for rank in range(size)]
+        average = {name: sum(g[name] for g in of_ranks) / size for name in of_ranks[0]}
+        yield average
+        for name, parameter in model.named_parameters():
+            parameter.data -= LR * average[name]
+
+
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     events = results["events"]
-    counts = [[of_rank.count(event) for event in ("sent", "waited", "changed")]
-              for of_rank in events]  # fmt: skip
-    sent, waited, _ = max(counts, key=lambda n: n[0] - n[1])
+    counts = list(map(Counter, events))
+    count = max(counts, key=lambda count: count["sent"] - count["waited"])
+    sent, waited = count["sent"], count["waited"]
     yield Property(
         "waited for",
         f"{waited} of {sent} sums",
@@ -148,20 +158,15 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     }
     text = "{:,}; gradients have {:,}"
     yield compare.exactly("bytes a step", sent, expected, text, mistakes)
-    changed = max(n for _, _, n in counts)
+    changed = max(count["changed"] for count in counts)
     text = f"{plural(changed, 'gradient')} changed while under way"
     yield Property("untouched", text, not changed, "Divide when the sum is there, after wait().")
-    yield compare_steps(
-        results["gradients"],
-        model,
-        [share(seed, rank, size) for rank in range(size)],
-        lambda own, total: {
-            "No gradient was exchanged, though bytes were sent. A hook is given the parameter: its "
-            "gradient is parameter.grad.": own,
-            "The sum is divided by the number of ranks twice.": compare.times(total, 1 / size**2),
-            compare.SUMMED: total,
-        },
-    )
+    for found, average in zip(zip(*results["gradients"]), averages(seed, size)):
+        reference = f"the average, in {STEPS} steps"
+        compared = compare.tensors("gradients", list(found), average, reference)
+        if not compared.ok:
+            break
+    yield compared
     early, sent = min(map(left_early, events), key=lambda n: n[0] / max(n[1], 1))
     mistakes = {
         "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
@@ -178,26 +183,6 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "A rank waits for each all-reduce before it sends the next: backward stands still "
         "meanwhile.",
     )
-
-
-def compare_steps(found: list, model: Llama, shares: list[Batch], mistakes: Callable) -> Property:
-    """Return whether the gradients of each rank and step are the average over the ranks. `mistakes`
-    gets those of the ranks' shares and their sum."""
-    for of_step in zip(*found):
-        own = [summed_gradients(model, share)[2] for share in shares]
-        total = {name: sum(g[name] for g in own) for name in own[0]}
-        average = {name: g / len(shares) for name, g in total.items()}
-        reference = f"the average, in {len(found[0])} steps"
-        known = mistakes(own, total)
-        if skipped := [n for n in average if not compare.same(of_step[0][n], average[n])]:
-            text = f"Some gradients were not exchanged, such as that of {skipped[0]}."
-            known[text] = [{name: g[name] for name in skipped} for g in own]
-        compared = compare.tensors("gradients", list(of_step), average, known, reference)
-        if not compared.ok:
-            break
-        for name, parameter in model.named_parameters():
-            parameter.data -= LR * average[name]
-    return compared
 
 
 def bytes_of(sent: dict, expected: int) -> int:
@@ -219,14 +204,3 @@ def left_early(events: list[str]) -> tuple[int, int]:
 def most_under_way(events: list[str]) -> int:
     under_way = itertools.accumulate({"sent": 1, "waited": -1}.get(e, 0) for e in events)
     return max(under_way)
-
-
-RUN = Run(flags="--microbatch 6")
-
-
-def install(average_gradients: Callable) -> None:
-    def apply(model: Llama, world: World) -> Llama:
-        after_backward(average_gradients(model))
-        return model
-
-    replace_ddp(apply)

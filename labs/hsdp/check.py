@@ -3,17 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.student import SHARDING, check_returned
-from labs.machinery.training import Run, after_backward, replace_ddp
-from model import Llama
-from parallel import World
 from perf.instruments import Counted, Live
-from techniques import optimizers
 
 FUNCTION = "hybrid_sharding"
 ABOUT = "the groups of two nodes, and two reductions"
@@ -80,38 +75,14 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
-    gradients = [tensors(seed, rank)[1] for rank in range(size)]
-    total = sum(gradients)
-    rows = results["rows"]
-    counts = [len(own) for own in rows]
-    yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
-    yield compare.tensors(
-        "gathered",
-        results["whole"],
-        weight + 1,
-        {"gather returns the weight as it was when it was sharded.": weight},
-        "the whole weight, of rows that have changed",
-    )
-
-    node_of = [range(first, first + per_node) for first in range(0, size, per_node)]
-    of_nodes = [sum(gradients[rank] for rank in node) for node in node_of]
-    own_node = [of_nodes[rank // per_node] for rank in range(size)]
-    wanted = [total[own] for own in rows]
-    mistakes = {
-        "Each node has the sum over its own ranks: nodes drift apart.": [
-            of_node[own] for of_node, own in zip(own_node, rows)
-        ],
-        compare.AVERAGED: compare.times(wanted, 1 / size),
-        "Sums are divided by the number of nodes: the sum over all ranks is wanted.": compare.times(
-            wanted, 1 / NODES[size]
-        ),
-        "The sum was taken twice within the node, and never across: the second is for the ranks of "
-        "other nodes that keep the same rows.": [
-            sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
-            for rank in range(size)
-        ],
-    }
-    yield compare.tensors("gradients", results["sum"], wanted, mistakes, "the sum over all ranks")
+    total = sum(tensors(seed, rank)[1] for rank in range(size))
+    counts = [len(rows) for rows in results["rows"]]
+    mistake = "A rank keeps as many rows as any other."
+    yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1, mistake)
+    reference = "the whole weight, of rows that have changed"
+    yield compare.tensors("gathered", results["whole"], weight + 1, reference)
+    wanted = [total[rows] for rows in results["rows"]]
+    yield compare.tensors("gradients", results["sum"], wanted, "the sum over all ranks")
 
     def exchanges(what: str, across: bool) -> list[list[tuple]]:
         """Return each rank's collectives that cross between nodes, or do not."""
@@ -146,41 +117,3 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.exactly("reduce in node", found, f"reduce-scatter{in_node}", "{}", mistake)
     limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
     yield compare.at_most("kept", results["kept"], limit, text, VIEW)
-
-
-# Two nodes of two ranks. The lab says nothing about the norm of sharded gradients: no clipping.
-RUN = Run(4, "--microbatch 3 --clip 0")
-
-
-def install(hybrid_sharding: Callable) -> None:
-    """Let the optimizer have the rows that this rank keeps; gather them after each update."""
-    per_node = 2
-
-    def matrix(tensor: Tensor) -> Tensor:
-        """Return a matrix whose rows per_node divides: a norm's weights stand below each other."""
-        tensor = tensor[:, None] if tensor.ndim == 1 else tensor
-        return F.pad(tensor, (0, 0, 0, -len(tensor) % per_node))
-
-    def apply(model: Llama, world: World) -> Llama:
-        shard, gather, reduce = hybrid_sharding(per_node)
-        for parameter in model.parameters():
-            rows = shard(matrix(parameter.detach()))
-            parameter.optimizer_slice = rows.view(-1, *parameter.shape[1:])
-            parameter.optimizer_slice.whole = parameter
-
-        def finish() -> None:
-            for parameter in model.parameters():
-                rows = parameter.optimizer_slice
-                rows.grad = reduce(matrix(parameter.grad)).view_as(rows) / world.size
-                parameter.grad = None
-
-        def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
-            for rows in (p for group in optimizer.param_groups for p in group["params"]):
-                whole = gather(rows.view(len(rows), -1))[: len(rows.whole)]
-                rows.whole.data.copy_(whole.view_as(rows.whole))
-
-        after_backward(finish)
-        optimizers.all_gather_updates = all_gather_updates
-        return model
-
-    replace_ddp(apply)

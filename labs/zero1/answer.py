@@ -4,7 +4,7 @@ AdamW keeps two moments of each weight: twice the memory of the weights. All ran
 weights, and update them alike. So a rank may keep the moments of its share alone, update that, and
 get the rest from the others: ZeRO-1. It sends no more than plain data parallelism.
 
-Read: the docstring of `ZeRO1` in parallel.py, and the documentation of reduce_scatter_tensor and
+Read: the head of techniques/zero1.py, and the documentation of reduce_scatter_tensor and
 all_gather_into_tensor in torch.distributed.
 """
 

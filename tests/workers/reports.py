@@ -1,6 +1,6 @@
 """Check files as answers to a lab, and print the texts of the reports.
 
-    reports.py LAB RANKS FILE ...
+reports.py LAB RANKS FILE ...
 """
 
 import json
