@@ -42,7 +42,7 @@ from labs.machinery.checking import check, check_module
 from labs.machinery.grading import grade, release, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.predict import predict
-from plumbing.parser import Parser, nonnegative_int, positive_int
+from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.

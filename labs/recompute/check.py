@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from labs.machinery.training import Run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,6 @@ from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.lab import CONFIG, batch_of, share_of
 from labs.machinery.student import check_returned
-from labs.machinery.training import Run
 from model import Llama
 from parallel import parallelize, with_mesh
 from perf.instruments import Counted, Live
