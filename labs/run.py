@@ -38,7 +38,7 @@ from types import ModuleType
 import torch
 
 from labs.machinery.answers import answer_of, starter_of, wrong_answers
-from labs.machinery.checking import check, check_module
+from labs.machinery.checking import check, check_module, with_facts
 from labs.machinery.grading import grade, release, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.predict import predict
@@ -164,12 +164,13 @@ def hint(args: argparse.Namespace) -> Iterator[str]:
 
 def why(args: argparse.Namespace) -> Iterator[str]:
     """Show the solution, its reasons, and what is wrong with other answers."""
-    check_of(args.lab)
+    size = check_of(args.lab).SIZES[0]
     if args.lab not in read_state()["passed"] and not args.give_up:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
     yield answer_of(args.lab).strip()
     for wrong in wrong_answers(args.lab):
-        lines = textwrap.indent(f"> {wrong.says}\n{wrong.patch}", "  ")
+        says = with_facts(args.lab, size, wrong.says)
+        lines = textwrap.indent(f"> {says}\n{wrong.patch}", "  ")
         yield f"\n\nWrong: {wrong.name}\n{lines.rstrip()}"
 
 

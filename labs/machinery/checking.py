@@ -123,6 +123,11 @@ def known_sentence(lab: str, size: int, seed: int, path: Path, wrong: Property) 
             return ""
         wrong = properties_of(lab, size, KNOWN_SEED, ended)[-1]
     sentence = compare.known_sentence(LABS / lab / "known.json", size, wrong)
+    return with_facts(lab, size, sentence)
+
+
+def with_facts(lab: str, size: int, sentence: str) -> str:
+    """Return a sentence of wrong.txt with what is in {braces} filled in."""
     facts = getattr(check_module(lab), "facts", lambda size: {})
     return sentence.format(**facts(size))
 
