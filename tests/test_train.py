@@ -118,7 +118,8 @@ def resumes(out: Path, step: int, weights_of: Callable, *command, nproc: int = 0
     rows, last = metrics(out), weights_of(out)
     checkpoint = out / f"step-{step:08d}"
     for path in out.glob("step-*"):
-        shutil.rmtree(path) if path > checkpoint else None
+        if path > checkpoint:
+            shutil.rmtree(path)
     resumed = succeed(*command, "--resume", nproc=nproc, timeout=240)
     assert f"resumed from {checkpoint}" in resumed.out
     for key in ("step", "loss", "grad_norm", "lr", "val_loss"):
