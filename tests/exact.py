@@ -88,23 +88,21 @@ def plain_model(config: dict, lora: dict | None = None) -> Llama:
     return model
 
 
-def mean_loss(logits: torch.Tensor, targets: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the mean of a loss of train_cases.LOSSES over targets [n], by PyTorch's formulas."""
-    if name == "capped and smoothed":
-        return F.cross_entropy(3 * torch.tanh(logits / 3), targets, label_smoothing=0.1)
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    if name == "with z":
-        losses = losses + 1e-2 * logits.logsumexp(-1) ** 2
-    if name == "focal":
-        losses = losses * (1 - logits.softmax(-1).gather(1, targets[:, None])[:, 0]) ** 2
-    return losses.mean()
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor, own_loss: bool) -> torch.Tensor:
+    """Return the mean loss of targets [n] by PyTorch: the plain one, or train_cases.own_loss."""
+    if not own_loss:
+        return F.cross_entropy(logits, targets)
+    logits = 3 * torch.tanh(logits / 3)
+    smoothed = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    p = logits.softmax(-1).gather(1, targets[:, None])[:, 0]
+    return ((1 - p) ** 2 * smoothed + 1e-2 * logits.logsumexp(-1) ** 2).mean()
 
 
-def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, loss_name="plain") -> tuple:
+def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=False) -> tuple:
     """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
     the gradients, as a tuple; and the gradients once clipped."""
     valid = targets != IGNORE
-    loss = mean_loss(logits[valid], targets[valid], loss_name)
+    loss = mean_loss(logits[valid], targets[valid], own_loss)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -119,9 +117,9 @@ def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, loss_name="pl
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON, so that results can be cached: a case's config, packed, lora, loss, optimizer,
-    seq. Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, loss_name, optimizer_name, seq = json.loads(key)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq, and
+    optimizer. Where it has adapters, a model without any computes with the effective_weights."""
+    config, packed, lora, own_loss, seq, optimizer_name = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +131,7 @@ def plain_training(key: str) -> dict:
     for _ in range(STEPS):
         weights = effective_weights(model, lora)
         logits = torch.func.functional_call(bare, weights, (), inputs)
-        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, loss_name)
+        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
         rows.append(row)
         first_gradients = first_gradients or gradients
     last = dict(model.named_parameters())
@@ -243,8 +241,8 @@ def assert_saved(result: dict, case: dict) -> None:
 def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
-    predictions are further off: tests/test_page.py has them. A student's loss may send more."""
-    if "lora" in case or "loss" in case:
+    predictions are further off: tests/test_page.py has them. A loss of one's own may send more."""
+    if "lora" in case or "own_loss" in case:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -273,8 +271,8 @@ def attentions(case: dict, layers: float) -> float:
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     optimizer = case["parallel"].get("optimizer", "adamw")
-    key = [case["config"], case["packed"], case.get("lora"), case.get("loss", "plain")]
-    key += [optimizer, case.get("seq", SEQ)]
+    key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
+    key += [case.get("seq", SEQ), optimizer]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)

@@ -73,10 +73,8 @@ def test_replicas_train_as_in_plain_pytorch_and_send_what_is_predicted(nproc, tm
 
 def test_memory_has_the_outer_copy_and_its_momentum():
     model = build_on_meta(LlamaConfig(**SMALL))
-    hsdp, alone = (
-        holds(Work(model, ParallelConfig(dp=dp, replicate=2, shard=2), 8, 2, 13))
-        for dp in ("hsdp", "diloco")
-    )
+    options = (ParallelConfig(dp, replicate=2, shard=2) for dp in ("hsdp", "diloco"))
+    hsdp, alone = (holds(Work(model, parallel, 8, 2, 13)) for parallel in options)
     more = dict.fromkeys(("kept", "peak"), 2 * hsdp["parameters"])
     expected = {name: nbytes + more.get(name, 0) for name, nbytes in hsdp.items()}
     assert alone == pytest.approx(expected, rel=0.01)  # the page does not pad the copy's rows

@@ -149,16 +149,15 @@ def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
 
 DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
-# Seldom drawn is a matrix that is tied and sharded twice; never are gradients of several buckets of
-# DDP, and losses that a student writes.
+# Seldom drawn is a matrix that is tied and sharded twice; never, gradients of several DDP buckets
+# and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 QUICK = named(1, DRAWN[1]) | named(2, DRAWN[2]) | named(4, [*DRAWN[4], TIED])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
 QUICK["2 ranks: several buckets"] = 2, BUCKETS
-for loss in ("capped and smoothed", "with z", "focal"):
-    for ranks in (1, 2):
-        given = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(loss=loss)
-        QUICK[f"{ranks} ranks: tp={ranks} {loss}"] = ranks, given
+for ranks in (1, 2):
+    own_loss = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(own_loss=True)
+    QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, own_loss
 
 
 @functools.cache

@@ -118,7 +118,8 @@ def resumes(out: Path, step: int, weights_of: Callable, *command, nproc: int = 0
     rows, last = metrics(out), weights_of(out)
     checkpoint = out / f"step-{step:08d}"
     for path in out.glob("step-*"):
-        shutil.rmtree(path) if path > checkpoint else None
+        if path > checkpoint:
+            shutil.rmtree(path)
     resumed = succeed(*command, "--resume", nproc=nproc, timeout=240)
     assert f"resumed from {checkpoint}" in resumed.out
     for key in ("step", "loss", "grad_norm", "lr", "val_loss"):
@@ -157,13 +158,13 @@ MESHES = [
 def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, parallel):
     """Training, evaluation, samples, checkpoints. Then the run is resumed, to the last bit."""
     out = tmp_path / "run"
-    arguments = [*flags(documents, out, **WHOLE_RUN), *parallel.split()]
-    result = succeed("train.py", *arguments, nproc=nproc, timeout=240)
+    command = "train.py", *flags(documents, out, **WHOLE_RUN), *parallel.split()
+    result = succeed(*command, nproc=nproc, timeout=240)
     assert not nproc or re.search("per step, (each rank sends|a rank sends up to) ", result.out)
     same_metrics(metrics(out), metrics(one_run[0]))
     same_weights(weights(out), weights(one_run[0]))
     assert samples_in(result) == one_run[1] and len(one_run[1]) == 2
-    resumes(out, 2, weights, "train.py", *arguments, nproc=nproc)
+    resumes(out, 2, weights, *command, nproc=nproc)
 
 
 def test_schedule_and_decay_groups():

@@ -2,8 +2,8 @@
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
-torch.compile, "loss" (a name of LOSSES), and "lora" (fields of LoRA, and base_bits), with which the
-learning rate is a tenth."""
+torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
+is a tenth."""
 
 import json
 import sys
@@ -61,26 +61,12 @@ def capped(hidden, weight):
     return 3 * torch.tanh(hidden @ weight.T / 3)
 
 
-def smoothed(logits, targets, vocabulary):
-    everywhere = vocabulary.logsumexp(logits) - vocabulary.sum(logits) / vocabulary.size
-    return 0.9 * vocabulary.cross_entropy(logits, targets) + 0.1 * everywhere
-
-
-def with_z(logits, targets, vocabulary):
-    return vocabulary.cross_entropy(logits, targets) + 1e-2 * vocabulary.logsumexp(logits) ** 2
-
-
-def focal(logits, targets, vocabulary):
-    loss = vocabulary.cross_entropy(logits, targets)
-    return (1 - torch.exp(-loss)) ** 2 * loss
-
-
-LOSSES = {  # as a student would write them in model.py; exact.py has PyTorch's formulas
-    "plain": dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of),
-    "capped and smoothed": dict(logits_of=capped, loss_of=smoothed),
-    "with z": dict(loss_of=with_z),
-    "focal": dict(loss_of=focal),
-}
+def own_loss(logits, targets, vocabulary):
+    """Smoothed labels, focal weights and a z-loss at once, as a student would write it in model.py;
+    exact.py has PyTorch's formulas."""
+    loss, lse = vocabulary.cross_entropy(logits, targets), vocabulary.logsumexp(logits)
+    smoothed = 0.9 * loss + 0.1 * (lse - vocabulary.sum(logits) / vocabulary.size)
+    return (1 - torch.exp(-loss)) ** 2 * smoothed + 1e-2 * lse**2
 
 
 def merge_ranks(values: dict) -> dict:
@@ -189,6 +175,8 @@ def main():
     offload.MIN_BYTES = 0  # the tensors here are small
     chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     cases = json.loads(Path(sys.argv[1]).read_text())
+    plain = dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of)
+    own = dict(logits_of=capped, loss_of=own_loss)
     results, compile = [], torch.compile
     for case in cases:
         torch.compile = partial(compile, backend=case.get("backend", "inductor"))
@@ -196,7 +184,7 @@ def main():
         torch._dynamo.utils.counters.clear()
         # Else DTensor goes on with the equal mesh of an earlier case: to a compiler, another one.
         _clear_sharding_prop_cache()
-        vars(model_py).update(LOSSES["plain"] | LOSSES[case.get("loss", "plain")])
+        vars(model_py).update(own if "own_loss" in case else plain)
         results.append(train(process, case))
         if process.rank == 0:
             print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
