@@ -6,11 +6,9 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, succeed
+from conftest import ROOT, parsed_by, succeed
 
-import bench
 from model import PRESETS
-from plumbing.parser import Parser
 from text.tokenizer import load_tokenizer
 
 gpu = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu.py")))
@@ -23,10 +21,7 @@ def test_a_command_parses(line):
     if script == "docs/gpu.py":
         assert words[0] == "--measure" and words[1] in gpu.MEASURES
     elif script == "bench.py":
-        command, *flags = words
-        bench.COMMANDS[command][0](parser := Parser())
-        args = parser.parse_args([*flags, "--json", "x.json"])
-        assert args.model in PRESETS
+        assert parsed_by(script, *words, "--json", "x.json").model in PRESETS
     else:
         assert (script, words[0]) == ("-m", "pytest") and (ROOT / words[-1]).exists()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, slow, succeed
+from conftest import ROOT, parsed_by, slow, succeed
 from exact import check_step
 from test_roofline import measurement
 
@@ -23,7 +23,7 @@ from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from plumbing.processes import UserError
-from runs.flags import add_finetuning_flags, add_pretraining_flags
+from runs.flags import add_pretraining_flags
 from techniques.schedules import SCHEDULES
 
 FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
@@ -168,8 +168,8 @@ def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu(kind):
     given = "--lora --model llama3.1-70b --gpus 1 --per-node 1 --gpu h200 --base-bits 4"
     out = run(given, "--dora" * (kind == "DoRA"))
     assert f"{kind} of rank 8 beside a base in 4 bits" in out and "--lr 0.0001 " in command_in(out)
-    add_finetuning_flags(parser := Parser())
-    args = parser.parse_args(shlex.split(command_in(out).split("finetune_lora.py ")[1]))
+    words = shlex.split(command_in(out))
+    args = parsed_by(*words[words.index("finetune_lora.py") :])
     assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
 
 
