@@ -14,7 +14,7 @@ A command that needs your file writes it first, with the part that is yours left
 For teachers (labs/README.md):
     python labs/run.py release DIRECTORY     a copy of the project without solutions
     python labs/run.py grade DIRECTORY       checks DIRECTORY/STUDENT/LAB.py; --csv FILE and others
-    python labs/run.py new NAME              the folder of a lab of your own
+    python labs/run.py new NAME              a copy of mean, for a lab of your own
     python labs/run.py known NAME            runs its wrong answers, so that they are recognised
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
@@ -205,8 +205,8 @@ COMMANDS = {
     "reset": (reset, ""),
     "predict": (predict, "seed answer student key"),
     "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
-    "grade": (lambda args: grade(args, NAMES), "seed key summary csv junit gradescope"),
-    "new": (lambda args: write_lab(args.lab, NAMES), ""),
+    "grade": (lambda args: grade(args, NAMES), "seed key summary csv gradescope"),
+    "new": (lambda args: write_lab(args.lab), ""),
     "known": (know, ""),
 }
 
@@ -251,11 +251,7 @@ def main() -> None:
         "--class", dest="key", metavar="KEY", help="other seeds for each student, by this word"
     )
     teacher.add_argument("--summary", action="store_true", help="the mistakes that a class made")
-    for name, what in (
-        ("csv", "a table"),
-        ("junit", "what CI servers show"),
-        ("gradescope", "an autograder's results.json"),
-    ):
+    for name, what in (("csv", "a table"), ("gradescope", "an autograder's results.json")):
         teacher.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
     args = parser.parse_args()
     check_flags(parser, args)

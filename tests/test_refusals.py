@@ -183,12 +183,13 @@ REFUSALS = """
 1 | lab release {root}/out/class | is within the project
 1 | lab grade /no/such | is no directory
 1 | lab grade {here} | no submissions in
-1 | lab grade {here} --junit {here} | cannot be written
+1 | lab grade {here} --csv /no/such/a.csv | /no/such/a.csv cannot be written
+1 | lab grade {here} --gradescope {here} | cannot be written
 1 | lab new | new needs a name
-1 | lab new class | 'class' is a word of Python
+1 | lab new class | 'class' cannot be a file of Python
 1 | lab new machinery | there is a folder labs/machinery
 1 | lab new Mean | 'Mean' cannot be a file of Python
-1 | lab new mean | there is a lab mean
+1 | lab new mean | there is a folder labs/mean
 1 | labs/clinic.py show --no | unrecognized arguments: --no
 1 | labs/clinic.py answer 1 --fault 10 | --fault: invalid choice: 10
 1 | labs/clinic.py answer 1 --gain 0 | --gain: expected a number above 0
