@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import inspect
 import re
 import sys
 import threading
@@ -43,10 +44,7 @@ HIDDEN = re.compile(
 )
 THREADS = "What threads send and keep is not counted here: write it without a thread."
 MOVED = "{} takes numbers out of tensors, in which memory is counted: keep them as a tensor."
-CHANGED = (
-    "After the call of {} a tensor that it was given has other numbers, or is gone. It belongs to "
-    "the caller: work on a copy."
-)
+CHANGED = "{} changes `{}`{}. It belongs to the caller: work on a copy."
 GROUPS = "{} makes a group in every call, for which all ranks wait: make it once."
 OVERWRITES = "The second call of {} changes what the first returned: return a tensor of its own."
 KEEPS = "Each call of {} keeps {} more tensors or handles in memory, for ever: drop what is used."
@@ -100,7 +98,7 @@ def load_function(path: Path, name: str, overwrites: bool = False) -> Callable:
     """Return a function of the student's file, watched; it `overwrites` what it is given if its
     docstring says so."""
     refuse_what_is_not_counted(path)
-    return watched(read_function(path, name), overwrites)
+    return watched(read_function(path, name), path, overwrites)
 
 
 def read_function(path: Path, name: str) -> Callable:
@@ -131,7 +129,7 @@ def refuse_what_is_not_counted(path: Path) -> None:
         setattr(Tensor, method, refused(getattr(Tensor, method), MOVED.format(method)))
 
 
-def watched(function: Callable, overwrites: bool = False) -> Callable:
+def watched(function: Callable, path: Path, overwrites: bool = False) -> Callable:
     """Return the student's function with checks of what a call leaves behind."""
     name, is_new = getattr(function, "__name__", "your function"), True
 
@@ -139,18 +137,19 @@ def watched(function: Callable, overwrites: bool = False) -> Callable:
     def call(*args, **kwargs):
         nonlocal is_new
         with _disable_current_modes():
-            given, groups = contents(args), len(dist.distributed_c10d._world.pg_map)
+            groups = len(dist.distributed_c10d._world.pg_map)
             has_module = any(isinstance(value, nn.Module) for value in tree_leaves(args))
-            again = AGAIN and is_new and given and not has_module
+            again = AGAIN and is_new and contents(args) and not has_module
             if again:  # whoever keeps what comes first uses it below
                 is_new = False
                 call_with_others(function, args)
-        result = function(*args, **kwargs)
+        if AGAIN and not overwrites:
+            result = call_on_kept_tensors(function, path, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
         with _disable_current_modes():
-            if AGAIN and not overwrites and changed(args, given):
-                raise Misuse(CHANGED.format(name))
             if any(callable(r) and not isinstance(r, Tensor) for r in tree_leaves(result)):
-                return tree_map(lambda r: watched(r) if callable(r) else r, result)
+                return tree_map(lambda r: watched(r, path) if callable(r) else r, result)
             if len(dist.distributed_c10d._world.pg_map) > groups:
                 raise Misuse(GROUPS.format(name))
             if again:
@@ -163,6 +162,45 @@ def watched(function: Callable, overwrites: bool = False) -> Callable:
         return result
 
     return call
+
+
+def call_on_kept_tensors(function: Callable, path: Path, args: tuple, kwargs: dict) -> object:
+    """Return what the student's function returns. Raises Misuse if a tensor that it was given has
+    other numbers then, with the line of the student's file that changed it."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it takes other arguments; or is autograd.Function's apply
+        given = {f"argument {number}": value for number, value in enumerate(args, 1)}
+    with _disable_current_modes():
+        before = {name: contents(value) for name, value in given.items()}
+    changed_in, last_line = {}, 0
+
+    def note(frame: FrameType, event: str, _) -> Callable | None:
+        """Before each line of the student's file, look at what the last one has changed."""
+        nonlocal last_line
+        if frame.f_code.co_filename != str(path):
+            return None
+        with _disable_current_modes():
+            for name, value in given.items():
+                if name not in changed_in and changed(value, before[name]):
+                    changed_in[name] = f" in line {last_line}" * (last_line > 0)
+        last_line = frame.f_lineno
+        return note
+
+    others = sys.gettrace()
+    sys.settrace(note)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        sys.settrace(others)
+    with _disable_current_modes():
+        for name, value in given.items():
+            if changed(value, before[name]):
+                called = getattr(function, "__name__", "your function")
+                raise Misuse(CHANGED.format(called, name, changed_in.get(name, "")))
+    before.clear()  # `note` refers to itself, and would keep these tensors alive
+    given.clear()
+    return result
 
 
 def call_with_others(function: Callable, args: tuple) -> None:
