@@ -4,7 +4,7 @@ Backward needs what forward computed. A block saves all of that, until its backw
 long sequences this is most of the memory. Recomputation saves only what goes into the block, and in
 backward runs the block's forward once more.
 
-Read: the docstring of `recompute` in parallel.py, and the documentation of torch.autograd.Function.
+Read: the head of techniques/recompute.py, and the documentation of torch.autograd.Function.
 Write it without torch.utils.checkpoint.
 """
 
