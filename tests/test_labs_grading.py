@@ -93,7 +93,7 @@ BARRED = {
         socket.create_connection(("127.0.0.1", 9))""",
     "Permission denied": """torch.from_file(SOLUTION, size=9, dtype=torch.uint8)
         torch.from_file(OTHER, shared=True, size=9, dtype=torch.uint8).zero_()
-        torch.save(torch.zeros(9), OTHER); setattr(sys, "audit", print); subprocess.run("ls")""",
+        torch.save(torch.zeros(9), OTHER); sys.audit = lambda *_: 0; subprocess.run("id")""",
     "MemoryError": "bytearray(3 << 30)",
     "File too large": """open("own", "wb").truncate(1 << 30)""",
     "None": """open("own", "w").write("1")""",
@@ -108,7 +108,7 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     names = {name: importlib.import_module(name) for name in modules}
     names |= dict(SOLUTION=str(ROOT / "labs/mean/answer.py"), OTHER=str(other))
     expected = {c.strip(): says for says, cs in BARRED.items() for c in re.split("[;\n]", cs)}
-    expected['setattr(sys, "audit", print)'] = "None"  # subprocess asks it, as Python's code
+    expected["sys.audit = lambda *_: 0"] = "None"  # is asked by subprocess, which is in Python
 
     def run() -> None:
         os.chdir(home)
