@@ -73,9 +73,8 @@ def test_what_is_graded_is_not_lost(tmp_path, monkeypatch, capsys):
         return found.pop(0)
 
     monkeypatch.setattr(grading, "check_guarded", check)
-    (grade,) = grading.grade_all([
-        (who, tmp_path / f"{lab}.py", 1) for who in "ab" for lab in ("mean", "ddp")
-    ])  # fmt: skip
+    files = [(who, tmp_path / f"{lab}.py", 1) for who in "ab" for lab in ("mean", "ddp")]
+    (grade,) = grading.grade_all(files)
     assert (grade.student, grade.lab, grade.points, grade.of) == ("a", "mean", 15, 15)
     assert limits == [("ddp", 600)] * 2 + [("mean", 600)] * 2 + [("mean", 90)] * 2
     err = capsys.readouterr().err
@@ -93,7 +92,7 @@ BARRED = {
         socket.create_connection(("127.0.0.1", 9))""",
     "Permission denied": """torch.from_file(SOLUTION, size=9, dtype=torch.uint8)
         torch.from_file(OTHER, shared=True, size=9, dtype=torch.uint8).zero_()
-        torch.save(torch.zeros(9), OTHER); setattr(sys, "audit", print); subprocess.run("ls")""",
+        torch.save(torch.zeros(9), OTHER); sys.audit = lambda *_: 0; subprocess.run("id")""",
     "MemoryError": "bytearray(3 << 30)",
     "File too large": """open("own", "wb").truncate(1 << 30)""",
     "None": """open("own", "w").write("1")""",
@@ -108,7 +107,7 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     names = {name: importlib.import_module(name) for name in modules}
     names |= dict(SOLUTION=str(ROOT / "labs/mean/answer.py"), OTHER=str(other))
     expected = {c.strip(): says for says, cs in BARRED.items() for c in re.split("[;\n]", cs)}
-    expected['setattr(sys, "audit", print)'] = "None"  # subprocess asks it, as Python's code
+    expected["sys.audit = lambda *_: 0"] = "None"  # is asked by subprocess, which is in Python
 
     def run() -> None:
         os.chdir(home)
@@ -125,7 +124,8 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     process.join()
     said = json.loads((home / "said").read_text())
     if sys.platform != "linux" or ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:  # no Landlock
-        expected = {code: says for code, says in expected.items() if says != "Permission denied"}
+        linux = "Permission denied", "MemoryError"
+        expected = {c: s for c, s in expected.items() if s not in linux and "xattr" not in c}
     assert {code: said[code] for code, says in expected.items() if says not in said[code]} == {}
     assert other.read_text() == "mine"
 

@@ -120,7 +120,7 @@ def test_words_that_go_past_the_counts(word, tmp_path):
     (tmp_path / "mean.py").write_text(word)
     with pytest.raises(student.Misuse, match="write it without"):
         student.load_function(tmp_path / "mean.py", "average")
-    assert not student.HIDDEN.search("half_backward, dtypes")
+    assert not student.HIDDEN.search("half_back, f_backward")
 
 
 def computes(rank: int) -> None:

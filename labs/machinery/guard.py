@@ -116,7 +116,7 @@ def check_guarded(lab: str, file: Path, seed: int, seconds: float) -> dict:
         process.start()
         os.setpgid(process.pid, process.pid)  # so that its ranks can be ended with it
         result.close()
-        found = failed(f"it took more than {seconds:g} seconds, or ended itself")
+        found = failed(f"it took more than {seconds:.0f} seconds, or ended itself")
         try:
             if pipe.poll(seconds):
                 found = json.loads(pipe.recv_bytes())
