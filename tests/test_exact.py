@@ -98,8 +98,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
     check_step(Work(model, parallel, BATCH, drawn["microbatch"], seq), bits)
     options |= dict(replicate=parallel.replicate, shard=parallel.shard)
     options |= dict(stages_per_rank=parallel.stages_per_rank)
-    lora = lora and lora | dict(base_bits=bits)
-    given = case(config, drawn["microbatch"], drawn["packed"], lora, **options)
+    given = case(config, drawn["microbatch"], **options) | dict(packed=drawn["packed"])
+    given |= {"lora": lora | dict(base_bits=bits)} if lora else {}
     given |= {"seq": seq} if seq != SEQ else {}
     return given | ({"generate": True} if drawn["generate"] else {})
 
