@@ -26,13 +26,10 @@ GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_si
 FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
 
 
-def case(
-    config: dict, microbatch: int = 0, packed: bool = False, lora: dict | None = None, **parallel
-) -> dict:
+def case(config: dict, microbatch: int = 0, **parallel) -> dict:
     """Return a case as workers/train_cases.py reads it; `parallel` has fields of ParallelConfig."""
     options = {"microbatch": microbatch} if microbatch else {}
-    options |= {"lora": lora} if lora else {}
-    return dict(config=config, packed=packed, parallel=parallel, **options)
+    return dict(config=config, packed=False, parallel=parallel, **options)
 
 
 def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within=()) -> dict:

@@ -13,20 +13,10 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
+import exact
 import pytest
 from conftest import asks_for_slow
-from exact import (
-    FOUR_HEADS,
-    GROUPED,
-    ODD,
-    assert_case,
-    attentions,
-    case,
-    check_step,
-    meta_model,
-    parallel_config,
-    train,
-)
+from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
 from workers.train_cases import BATCH, SEQ
 
@@ -83,7 +73,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     options = {name: value for name, value in drawn.items() if name in FLAGS}
     lora, bits, tp, cp = ADAPTERS[drawn["adapters"]], drawn["base_bits"], drawn["tp"], drawn["cp"]
     float8 = drawn["float8"] != "none"
-    parallel = parallel_config(ranks, bool(lora), **options)
+    parallel = exact.parallel_config(ranks, bool(lora), **options)
     data = parallel.replicate * parallel.shard
     if BATCH * cp // data % drawn["microbatch"]:
         raise UserError("sequences are no whole number of microbatches")
@@ -108,8 +98,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
     check_step(Work(model, parallel, BATCH, drawn["microbatch"], seq), bits)
     options |= dict(replicate=parallel.replicate, shard=parallel.shard)
     options |= dict(stages_per_rank=parallel.stages_per_rank)
-    lora = lora and lora | dict(base_bits=bits)
-    given = case(config, drawn["microbatch"], drawn["packed"], lora, **options)
+    given = case(config, drawn["microbatch"], **options) | dict(packed=drawn["packed"])
+    given |= {"lora": lora | dict(base_bits=bits)} if lora else {}
     given |= {"seq": seq} if seq != SEQ else {}
     return given | ({"generate": True} if drawn["generate"] else {})
 
@@ -177,7 +167,8 @@ def train_all(directory: Path, cases: dict[str, tuple[int, dict]], within=()) ->
     for ranks in FAST:
         ours = {name: given for name, (n, given) in cases.items() if n == ranks}
         if ours:
-            results |= train(directory, ranks * (ranks > 1), ours, timeout=1800, within=within)
+            options = dict(timeout=1800, within=within)
+            results |= exact.train(directory, ranks * (ranks > 1), ours, **options)
     return results
 
 
@@ -190,8 +181,9 @@ def reference_of(given: dict) -> dict | None:
 
 
 def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:
-    references = [reference for _, given in cases.values() if (reference := reference_of(given))]
-    return train(directory, 0, {str(given): given for given in references}) if references else {}
+    references = (reference_of(given) for _, given in cases.values())
+    wanted = {str(reference): reference for reference in references if reference}
+    return exact.train(directory, 0, wanted) if wanted else {}
 
 
 def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:

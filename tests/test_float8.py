@@ -9,20 +9,8 @@ from exact import GROUPED
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
-from techniques.float8 import (
-    BLOCK,
-    E4M3,
-    E5M2,
-    Float8Linear,
-    about,
-    float8_product,
-    float8_recipes,
-    has_float8,
-    in_tiles,
-    product,
-    rounded,
-    use_float8,
-)
+from techniques import float8
+from techniques.float8 import BLOCK, E4M3, E5M2, Float8Linear, float8_product, rounded
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 
@@ -92,13 +80,13 @@ def test_emulated_products_are_those_of_torchs_scaled_mm():
     a, b = (rounded(torch.randn(48, 64), E4M3, "tensorwise") for _ in "ab")
     operands = a[0], b[0].T, 1 / a[1], 1 / b[1]
     theirs = torch._scaled_mm(*operands, out_dtype=torch.bfloat16)
-    assert torch.equal(product(a, b, "tensorwise", torch.bfloat16), theirs)
+    assert torch.equal(float8.product(a, b, "tensorwise", torch.bfloat16), theirs)
 
 
 def test_scales_of_blocks_in_the_order_of_a_gpu():
     """By the formula of cuBLAS's documentation: where the scale of row r and column c lies."""
     scales = torch.exp2(torch.randint(-126, 127, (200, 6)).float())
-    tiles = in_tiles(scales)
+    tiles = float8.in_tiles(scales)
     assert len(tiles) == 256 * 8
     for r in range(200):
         for c in range(6):
@@ -108,10 +96,10 @@ def test_scales_of_blocks_in_the_order_of_a_gpu():
 
 
 def test_which_gpus_multiply_in_8_bits():
-    without_blocks = (float8_recipes(capability) for capability in ((8, 9), (9, 0), (12, 0)))
-    assert float8_recipes((8, 0)) == () and set(without_blocks) == {RECIPES[:2]}
-    assert float8_recipes((10, 0)) == float8_recipes((10, 3)) == RECIPES
-    assert not has_float8(torch.device("cpu"), torch.bfloat16, "rowwise")
+    without_blocks = (float8.float8_recipes(capability) for capability in ((8, 9), (9, 0), (12, 0)))
+    assert float8.float8_recipes((8, 0)) == () and set(without_blocks) == {RECIPES[:2]}
+    assert float8.float8_recipes((10, 0)) == float8.float8_recipes((10, 3)) == RECIPES
+    assert not float8.has_float8(torch.device("cpu"), torch.bfloat16, "rowwise")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +116,8 @@ def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, ma
     names = [name for name, _ in model.named_parameters()]
     parallel = ParallelConfig(float8=recipe, tp=tp)
     world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
-    assert f"{recipe} float8 in {matrices} of 2 blocks, emulated: " in about(model, world)
-    use_float8(model, world)
+    assert f"{recipe} float8 in {matrices} of 2 blocks, emulated: " in float8.about(model, world)
+    float8.use_float8(model, world)
     replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
     assert all(name.startswith("layers.") for name in replaced)

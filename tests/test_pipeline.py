@@ -6,17 +6,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from conftest import launch, refused
 
+from techniques import schedules
 from techniques.pipeline import layers_of
-from techniques.schedules import (
-    SCHEDULES,
-    bubble,
-    check_schedule,
-    draw_text,
-    held,
-    make_schedule,
-    most_held,
-    read_schedule,
-)
+from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
 # What each schedule's docstring says: how many microbatches a rank holds.
 HOLDS = {
@@ -38,19 +30,21 @@ def test_schedules_hold_and_wait_as_they_say(name):
                 schedule = make_schedule(name, p, m, v)
                 timeline = check_schedule(schedule, m, p * v)
                 for rank, order in enumerate(schedule):
-                    assert held(order) == HOLDS[name](rank, p, m, v)
-                    assert most_held(name, p, m, v, rank, has_w=True) == held(order)
+                    held = schedules.held(order)
+                    assert held == HOLDS[name](rank, p, m, v)
+                    assert held == schedules.most_held(name, p, m, v, rank, has_w=True)
                 waits = p - 1 + max(0, p - m) if name == "zero-bubble" else 3 * (p - 1)
                 end = max(spans[-1].end for spans in timeline)  # ticks of a v-th of a stage each
                 assert end == 3 * m * v + waits
-                assert bubble(timeline) == pytest.approx(1 - 3 * m * v / end)
+                assert schedules.bubble(timeline) == pytest.approx(1 - 3 * m * v / end)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_a_docstring_is_the_schedule(name):
     m, v = (2, 2) if name == "interleaved" else (4, 1)
     lines = re.findall(r"^ +(rank .*)$", SCHEDULES[name].__doc__, re.MULTILINE)
-    assert lines == draw_text(check_schedule(make_schedule(name, 2, m, v), m, 2 * v)).splitlines()
+    timeline = check_schedule(make_schedule(name, 2, m, v), m, 2 * v)
+    assert lines == schedules.draw_text(timeline).splitlines()
 
 
 @pytest.mark.parametrize(

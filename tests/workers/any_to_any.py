@@ -5,7 +5,6 @@ LAYOUT and trains the other two. Losses and gradient norms of these two go to DI
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,20 +19,13 @@ from text.tokenizer import load_tokenizer
 from train import train_step
 
 LAYOUTS = {
-    "one": ParallelConfig(),
-    "ddp2": ParallelConfig("ddp", replicate=2),
-    "zero2": ParallelConfig("zero1", replicate=2),
-    "fsdp2": ParallelConfig("fsdp", shard=2),
-    "tp2": ParallelConfig("ddp", tp=2),
-    "fsdp4": ParallelConfig("fsdp", shard=4),
-    "hsdp2x2": ParallelConfig("hsdp", replicate=2, shard=2),
-    "fsdp2tp2": ParallelConfig("fsdp", shard=2, tp=2),
-    "pp2": ParallelConfig("ddp", pp=2),
-    "pp2fsdp2": ParallelConfig("fsdp", shard=2, pp=2, schedule="zero-bubble"),
-    "pp4": ParallelConfig("ddp", pp=4),
-    "muon-fsdp2": ParallelConfig("fsdp", shard=2, optimizer="muon"),
-    "muon-tp2": ParallelConfig("ddp", tp=2, optimizer="muon"),
-}
+    "one": dict(), "ddp2": dict(replicate=2), "zero2": dict(dp="zero1", replicate=2),
+    "fsdp2": dict(dp="fsdp", shard=2), "fsdp4": dict(dp="fsdp", shard=4),
+    "hsdp2x2": dict(dp="hsdp", replicate=2, shard=2), "tp2": dict(tp=2), "pp2": dict(pp=2),
+    "pp4": dict(pp=4), "pp2fsdp2": dict(dp="fsdp", shard=2, pp=2, schedule="zero-bubble"),
+    "fsdp2tp2": dict(dp="fsdp", shard=2, tp=2), "muon-tp2": dict(tp=2, optimizer="muon"),
+    "muon-fsdp2": dict(dp="fsdp", shard=2, optimizer="muon"),
+}  # fmt: skip
 # Neither the vocabulary nor the feed-forward can be sharded evenly over 4 ranks.
 CONFIG = dict(dim=36, n_layers=4, n_heads=6, n_kv_heads=2, ffn_dim=46, vocab_size=269)
 
@@ -52,7 +44,7 @@ def main() -> None:
     directory, tokenizer = Path(sys.argv[1]), load_tokenizer("bytes")
     for work in sys.argv[2:]:
         source, _, layout = work.rpartition(">")
-        world = with_mesh(process, replace(LAYOUTS[layout], dtype=torch.float64))
+        world = with_mesh(process, ParallelConfig(**LAYOUTS[layout], dtype=torch.float64))
         model = build(CONFIG)
         runner = parallelize(model, world, initialize)
         optimizer = make_optimizer(model, world.parallel, lr=1e-2)
