@@ -1,11 +1,6 @@
 """The default data set of fine-tuning: docstrings of functions of the standard library."""
 
 import ast
-import functools
-import inspect
-import shlex
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -15,20 +10,18 @@ from text.corpora import read_pieces, split_of
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
-SHOWN = (shlex.join, textwrap.shorten, functools.wraps)
-FILES = chat.standard_library()
-SOME = sorted({*FILES[::3], *(Path(inspect.getsourcefile(function)) for function in SHOWN)})
+SOME = chat.standard_library()[::3]  # all take three times as long
 
 
 @pytest.fixture(scope="module")
 def functions():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "standard_library", lambda: SOME)  # all take three times as long
+        patch.setattr(chat, "standard_library", lambda: SOME)
         return list(chat.docstrings())
 
 
 def test_functions_come_without_their_docstrings(functions):
-    shown = {}  # source -> docstring
+    sources = set()
     for _, module, (prompt, answer) in functions:
         assert (prompt["role"], answer["role"]) == ("user", "assistant")
         task, source = prompt["content"].split("\n\n", 1)
@@ -38,12 +31,8 @@ def test_functions_come_without_their_docstrings(functions):
         assert ast.get_docstring(function) is None, (module, source)
         assert len(source) <= 1200 and 15 <= len(answer["content"]) <= 300
         assert answer["content"] == " ".join(answer["content"].split())
-        shown[source] = answer["content"]
-    assert len(shown) == len(functions)
-    for function in SHOWN:
-        summary = " ".join(inspect.getdoc(function).split("\n\n")[0].split())
-        (source,) = (source for source, docstring in shown.items() if docstring == summary)
-        assert f"def {function.__name__}(" in source
+        sources.add(source)
+    assert len(sources) == len(functions) > 300
 
 
 def test_the_same_functions_come_again_in_the_same_order(functions, monkeypatch):

@@ -1,7 +1,6 @@
 """bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best."""
 
 import gc
-import itertools
 import json
 import re
 import shlex
@@ -53,18 +52,10 @@ def command_in(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("torchrun"))
 
 
-def row_of(mesh: str, out: str) -> str:
-    """Return the row of a strategy and mesh, such as `hsdp 2 x 4`."""
-    (row,) = [line for line in out.splitlines() if line.startswith(f"{mesh}  ")]
-    return row
-
-
-def meshes_in(out: str) -> list[str]:
-    """Return the first column of the table."""
-    lines = out.splitlines()
-    (head,) = [i for i, line in enumerate(lines) if line.startswith("strategy and mesh")]
-    rows = itertools.takewhile(bool, lines[head + 1 :])
-    return [row.partition("  ")[0] for row in rows]
+def rows_in(out: str) -> dict[str, str]:
+    """Return the rows of the table by their strategy and mesh, such as `hsdp 2 x 4`."""
+    table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
+    return {row.partition("  ")[0]: row for row in table.splitlines()[1:]}
 
 
 @pytest.mark.parametrize("name", [slow(name) if "512" in name else name for name in FROZEN])
@@ -98,10 +89,10 @@ def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
 
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     out, found = run_with_rows(tmp_path, "--model llama3.1-8b --gpus 16 --top 99")
-    rows, sizes = meshes_in(out), (1, 2, 4, 8, 16)
+    rows, sizes = list(rows_in(out)), (1, 2, 4, 8, 16)
     meshes = [(pp, tp, shard) for pp in sizes for tp in sizes[:-1] for shard in sizes
               if 16 // pp >= tp and 16 // pp // tp >= shard]  # fmt: skip
-    assert len(set(rows)) == len(rows) == len(meshes)
+    assert len(rows) == len(meshes)
     assert {row["dp"] for row in found} == {"ddp", "zero1", "hsdp", "fsdp"}
     assert {row["checkpointing"] for row in found} == {"none", "selective", "full"}
     best = next(row for row in found if row["fits"])
@@ -146,7 +137,7 @@ def test_zero1_wins_where_only_adamw_is_too_large():
     have the same mesh, the table has the one that fits."""
     out = run("--gpu 989:150:3350:450 --seq-len 2048 --batch 8 --shard 1", WITHOUT_TP)
     command = command_in(out)
-    assert row_of("zero1 8", out).endswith("the fastest")
+    assert rows_in(out)["zero1 8"].endswith("the fastest")
     assert " --dp zero1 " in command and "--shard" not in command and "--reshard" not in command
 
 
@@ -201,9 +192,9 @@ def test_a_gpu_that_nobody_trained_on_says_so():
 
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
-    fast, slow = (run("--gpus 16 --top 99 --link", link) for link in ("400gbit", "1gbit"))
-    assert meshes_in(fast)[0] == "fsdp 16" and meshes_in(slow)[0] != "fsdp 16"
-    assert row_of("fsdp 16", slow).endswith(" shard")
+    fast, slow = (rows_in(run("--gpus 16 --top 99 --link", link)) for link in ("400gbit", "1gbit"))
+    assert next(iter(fast)) == "fsdp 16" and next(iter(slow)) != "fsdp 16"
+    assert slow["fsdp 16"].endswith(" shard")
 
 
 def test_a_run_takes_days_and_hours():
@@ -246,10 +237,9 @@ def test_check_counts_what_was_predicted():
 def test_long_sequences_are_shared_or_offloaded():
     """8B and 131,072 tokens on 8 GPUs of 80 GB: the inputs of 32 blocks alone take 34 GB."""
     sizes = f"--batch 8 --seq-len 131072 {WITHOUT_TP}"
-    out = run(sizes)
-    alone = row_of("fsdp 8", out)
-    assert "full, on CPU" in alone and alone.endswith("the fastest")
-    assert " selective " in row_of("fsdp 8, cp 8", out)  # attention by flash is slower
+    rows = rows_in(run(sizes))
+    assert "full, on CPU" in rows["fsdp 8"] and rows["fsdp 8"].endswith("the fastest")
+    assert " selective " in rows["fsdp 8, cp 8"]  # attention by flash is slower
     out = run(sizes, "--shard 8 --cp 1 --offload-activations")
     assert "Of 1 plans" in out and "--checkpointing full" in command_in(out)
 
