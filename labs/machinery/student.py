@@ -139,11 +139,12 @@ def watched(function: Callable, path: Path, overwrites: bool = False) -> Callabl
         with _disable_current_modes():
             groups = len(dist.distributed_c10d._world.pg_map)
             has_module = any(isinstance(value, nn.Module) for value in tree_leaves(args))
-            again = AGAIN and is_new and contents(args) and not has_module
+            has_tensors = bool(contents(args))
+            again = AGAIN and is_new and has_tensors and not has_module
             if again:  # whoever keeps what comes first uses it below
                 is_new = False
                 call_with_others(function, args)
-        if AGAIN and not overwrites:
+        if AGAIN and has_tensors and not overwrites:
             result = call_on_kept_tensors(function, path, args, kwargs)
         else:
             result = function(*args, **kwargs)
