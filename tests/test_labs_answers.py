@@ -97,6 +97,15 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     assert "hint: python labs/run.py hint mean" in out
 
 
+def test_a_changed_tensor_is_named_with_its_line(tmp_path):
+    """And what the check itself does brings no warning of PyTorch's among the lines."""
+    exchange = "    dist.all_reduce(totals)\n"
+    change = {exchange: f"{exchange}    dist.all_reduce(loss.detach())\n"}
+    path = student_file("mean", tmp_path, change)
+    out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
+    assert "average changes `loss` in line 27." in out and "Warning" not in out
+
+
 def test_the_ddp_of_a_student_trains_as_the_project(copy):
     """And another trains otherwise, so it is the student's that a run uses."""
     (copy / "labs/work").mkdir()
