@@ -156,7 +156,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, packed, dtype, lora", CASES)
+@pytest.mark.parametrize(
+    "name, packed, dtype, lora",
+    CASES,
+    ids=lambda given: "lora" if given is ADAPTERS else str(given),
+)
 def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, lora):
     if dtype != LOW:
         request.getfixturevalue("same_angles")
