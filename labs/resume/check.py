@@ -7,11 +7,11 @@ ranks again and again, each time to go on, and kills one of them in the middle o
 import hashlib
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.crashes import WRITES, Watched, write
 from labs.machinery.ranks import Ended, run_ranks
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import Misuse, barred, check_returned, load_function
 
 FUNCTION = "checkpointing"
 ABOUT = "`save` and `resume`, for ranks that are killed"
@@ -176,52 +176,45 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             dist.barrier()
     found["changes"] = of_ranks = [None] * size
     dist.all_gather_object(of_ranks, watched.changes)
-    if not written_twice(of_ranks):
-        training = Training(seed, rank)
-        _, resume = training.start(checkpointing, directory)
-        found |= {"done": step_of(resume), "digests": training.digests()}
-        found["after"] = [training.step() for _ in range(FIRST, STEPS)]
+    if twice := written_twice(of_ranks):
+        raise Misuse(
+            f"Several ranks write {twice}, and the last one wins: each needs its own file."
+        )
+    training = Training(seed, rank)
+    _, resume = training.start(checkpointing, directory)
+    found |= {"done": step_of(resume), "digests": training.digests()}
+    found["after"] = [training.step() for _ in range(FIRST, STEPS)]
     return found
 
 
 def step_of(resume: Callable) -> int:
-    step = check_returned(resume(), int, "a step from resume, an int")
-    return step
+    return check_returned(resume(), int, "a step from resume, an int")
 
 
-def written_twice(changes: list[list[str]]) -> list[str]:
-    """Return the files that several ranks write."""
-    written = [{change.split()[1] for change in of_rank if change.startswith(WRITES)}
-               for of_rank in changes]  # fmt: skip
-    return sorted(name for name in set.union(*written) if sum(name in w for w in written) > 1)
+def written_twice(changes: list[list[str]]) -> str:
+    """Return a file that several ranks write, or ""."""
+    writers = Counter()
+    for of_rank in changes:
+        writers.update({change.split()[1] for change in of_rank if change.startswith(WRITES)})
+    return next((name for name, ranks in writers.items() if ranks > 1), "")
 
 
-class Instant(NamedTuple):
-    """When to kill: at the change with this number in a save of this rank."""
+def instants(changes: list[list[str]], seed: int) -> list[tuple[int, int]]:
+    """Return when to kill, as (rank, number of a change in its save): just after a rename, in the
+    middle of two writes, and at others, all of them drawn."""
+    every = [(rank, i) for rank, of_rank in enumerate(changes) for i in range(len(of_rank))]
+    Random(seed).shuffle(every)
 
-    rank: int
-    change: int
+    def those(*what: str) -> list[tuple[int, int]]:
+        return [(rank, i) for rank, i in every if changes[rank][i].startswith(what)]
 
-
-def instants(changes: list[list[str]], seed: int) -> list[Instant]:
-    """Return when to kill: just after a rename, as the last rank writes, as the first one writes,
-    and others, drawn."""
-    every = [Instant(rank, i) for rank, c in enumerate(changes) for i in range(len(c))]
-
-    def those(*what: str) -> list[Instant]:
-        return [instant for instant in every
-                if changes[instant.rank][instant.change].startswith(what)]  # fmt: skip
-
-    renames, writes = those("renames"), those(*WRITES)
-    chosen = [Instant(rank, change + 1) for rank, change in renames[-1:]]
-    chosen += dict.fromkeys([*writes[-1:], *(i for i in writes if i.rank == writes[0].rank)])
-    others = [instant for instant in every if instant not in chosen]
-    Random(seed).shuffle(others)
-    return [*chosen, *others][:KILLS]
+    after_renames = [(rank, i + 1) for rank, i in those("renames")]
+    chosen = [*after_renames[:1], *those(*WRITES)[:2], *every]
+    return [*dict.fromkeys(chosen)][:KILLS]
 
 
 def live(
-    path: Path, seed: int, directory: Path, notes: Path, at: Instant | None, rank: int
+    path: Path, seed: int, directory: Path, notes: Path, at: tuple[int, int] | None, rank: int
 ) -> None:
     """Resume, and train: until a rank is killed in the second save, or else to the last step."""
     with open(notes / f"{rank}", "w", buffering=1) as file, barred(*BARRED):
@@ -234,10 +227,11 @@ def live(
         if of_ranks != [done] * len(of_ranks):
             return
         for step in range(done + 1, STEPS + 1):
-            write(file, "loss", step, training.step())
+            training.step()
             if step % EVERY == 0:
-                is_last = at and rank == at.rank and step == done + 2 * EVERY
-                watched.begin(fatal=at.change if is_last else None)
+                write(file, "saves", step)
+                is_last = at and rank == at[0] and step == done + 2 * EVERY
+                watched.begin(fatal=at[1] if is_last else None)
                 save(step)
                 watched.end()
 
@@ -248,10 +242,6 @@ def live(
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     losses, path = results["losses"][0], results["path"][0]
     changes, histories = results["changes"][0], results["history"]
-    if twice := written_twice(changes):
-        sentence = "Several ranks write one file, and the last one wins: each needs its own."
-        yield Property("names", f"several ranks write {twice[0]}", False, sentence)
-        return
     nothing = compare.unexpected(results["nothing"], 0)
     sentence = "Where nothing was saved, resume returns 0."
     yield Property("first start", f"resume returns {nothing}", nothing == 0, sentence)
@@ -279,36 +269,31 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         ended = run_ranks(partial(live, path, seed, directory, notes, at), size, path)
         of_ranks = [[json.loads(line) for line in (notes / f"{rank}").read_text().splitlines()]
                     for rank in range(size)]  # fmt: skip
-        mistake = mistake_of(ended, of_ranks, saved, last_kill, histories, losses)
+        mistake = mistake_of(ended, of_ranks, saved, last_kill, histories)
         if mistake or last_kill:
             goes_on = "" if mistake else f"; goes on from {of_ranks[0][0][1]}"
             yield Property("killed", (last_kill or "no rank yet") + goes_on, not mistake, mistake)
         if at:
-            (_, step, _), (_, change) = of_ranks[at.rank][-2:]
-            saved, last_kill = step - EVERY, f"as rank {at.rank} {change} in step {step}"
+            (_, step), (_, change) = of_ranks[at[0]][-2:]
+            saved, last_kill = step - EVERY, f"as rank {at[0]} {change} in step {step}"
 
 
 def mistake_of(
-    ended: Ended,
-    notes: list[list],
-    saved: int,
-    last_kill: str,
-    histories: list[list[dict]],
-    losses: list[float],
+    ended: Ended, notes: list[list], saved: int, last_kill: str, histories: list[list[dict]]
 ) -> str:
     """Return what went wrong after the last kill, by the ranks' notes; "" if nothing did. `saved`
     is the last step that was saved on all ranks before it."""
     starts = [of_rank[0] for of_rank in notes if of_rank]
     killed = any(of_rank[-1][0] == "killed" for of_rank in notes if of_rank)
-    if not killed and ended.hangs:
+    if ended.hangs and not killed:
         return "Ranks wait for each other, after a run that was killed."
-    if not killed and (error := ended.error):
+    if (error := ended.error) and not killed:
         known = [text for part, text in ERRORS.items() if part in error.message]
         if len(starts) < len(notes) and any(word in last_kill for word in WRITES):
             known.append(HALF)
-        sentence = known[0] if known else ""
         where = f" in line {error.line}" if error.line else ""
-        return f"{sentence} Rank {error.rank} failed{where}: {error.kind}: {error.message}"
+        failed = f"Rank {error.rank} failed{where}: {error.kind}: {error.message}"
+        return " ".join([*known[:1], failed])
     dones = [done for _, done, _ in starts]
     if len(set(dones)) > 1:
         return (
@@ -320,9 +305,4 @@ def mistake_of(
             f"It goes on from {dones[0]}, though step {saved} was saved. The old checkpoint was "
             f"removed before the new one was complete."
         )
-    if mistake := not_put_back([digests for *_, digests in starts], dones[0], histories):
-        return mistake
-    found = [note[1:] for of_rank in notes for note in of_rank if note[0] == "loss"]
-    if all(loss == losses[step - 1] for step, loss in found):
-        return ""
-    return "The losses are others than in a run that went through."
+    return not_put_back([digests for *_, digests in starts], dones[0], histories)
