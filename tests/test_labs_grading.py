@@ -143,8 +143,7 @@ import contextlib, os
     for pipe in range(3, 60):
         with contextlib.suppress(OSError):
             os.write(pipe, {len(FORGED).to_bytes(4, "big") + FORGED.encode()})
-    while True:
-        dist.all_reduce(loss.detach())"""
+    1 / 0"""
 
 
 @pytest.mark.parametrize("line, longest, says", [

@@ -8,16 +8,11 @@ import time
 import pytest
 from test_labs import lab, student_file
 
-from labs.machinery import checking, ranks, student
+from labs.machinery import checking, guard, ranks, student
 
 SEND = """\
         work = dist.all_reduce(parameter.grad, async_op=True)
         pending.append((parameter, work))
-"""
-WAIT = """\
-        for parameter, work in pending:
-            work.wait()
-            parameter.grad /= dist.get_world_size()
 """
 SCATTERED = {
     SEND: """\
@@ -26,9 +21,8 @@ SCATTERED = {
         own = flat.new_empty(len(flat) // dist.get_world_size())
         pending.append((parameter, own, dist.reduce_scatter_tensor(own, flat, async_op=True)))
 """,
-    WAIT: """\
-        for parameter, own, work in pending:
-            work.wait()
+    "parameter, work in": "parameter, own, work in",
+    "            parameter.grad /= dist.get_world_size()\n": """\
             whole = own.new_empty(len(own) * dist.get_world_size())
             dist.all_gather_into_tensor(whole, own)
             whole = whole[: parameter.grad.numel()] / dist.get_world_size()
@@ -79,9 +73,8 @@ TRIED = [
     ("ring", {"def ring": f"{LOADED}def ring", "as(tensor)": "as(tensor).as_subclass(Loaded)"},
      PASSES),
     ("ring", {FLAT: f"__import__('threading').Thread().start()\n    {FLAT}"}, "without a thread"),
-    ("mean", {"torch.stack([parameter.grad.norm() for parameter in parameters]).norm()":
-              "torch.nn.utils.clip_grad_norm_(parameters, clip)", "min(1.0, clip / norm)": "1"},
-     PASSES),
+    ("mean", {"    norm = ": "    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)\n"
+              "    return totals[0] / totals[1], norm\n    norm = "}, PASSES),
     ("mean", {RETURN: "    return number(totals[0] / totals[1]), number(norm)\n\n\n"
               "def number(x):\n    return x.item()"}, PASSES),
     ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
@@ -143,12 +136,16 @@ def test_ranks_that_compute_do_not_hang(function, hangs, platform, monkeypatch, 
 
 @pytest.mark.slow
 def test_right_answers_pass_beside_others(tmp_path):
-    """Sixteen programs use all cores."""
+    """Sixteen programs use all cores, and come first."""
+
+    def run() -> None:
+        os.nice(10)
+        for name in ("tp", "context"):
+            assert checking.check(name, 3, 0, student_file(name, tmp_path)).passed, name
+
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
-    try:
-        for name in ("ring", "mean", "ddp"):
-            path = student_file(name, tmp_path)
-            assert "passed on" in lab("check", name, "--file", path, "--ranks", 3, timeout=900)
-    finally:
-        for other in others:
-            other.kill()
+    (process := guard.FORK.Process(target=run)).start()
+    process.join()
+    for other in others:
+        other.kill()
+    assert process.exitcode == 0

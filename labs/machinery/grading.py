@@ -4,10 +4,9 @@
     python labs/run.py grade DIRECTORY          checks DIRECTORY/STUDENT/LAB.py of each student
     python labs/run.py new NAME                 a copy of mean, to be made into a lab of your own
 
-A submission is checked in a process of its own, with the limits of guard.py, in ten times as long
-as the solution takes here. On each number of ranks it earns a point for each line of the check's
-report, up to the first that does not hold: right numbers earn points even if too many bytes were
-sent.
+A submission is checked in a process of its own, with the limits of guard.py, and has ten times as
+long as the solution takes here. On each number of ranks it earns a point for each line of the
+check's report, up to the first that does not hold: right numbers earn points with any bytes.
 """
 
 import argparse
@@ -86,10 +85,10 @@ def find_submissions(directory: Path, labs: list[str]) -> dict[str, list[Path]]:
     def files_in(student: Path) -> list[Path]:
         return [path for lab in labs if (path := student / f"{lab}.py").is_file()]
 
-    students = sorted(path for path in directory.iterdir() if path.is_dir())
-    students = [directory.resolve()] if files_in(directory) else students
-    found = {student.name: files_in(student) for student in students
-             if not student.name.startswith((".", "__"))}  # fmt: skip
+    students = [directory.resolve()]
+    if not files_in(directory):
+        students = sorted(path for path in directory.glob("[!._]*") if path.is_dir())
+    found = {student.name: files_in(student) for student in students}
     if not any(found.values()):
         raise UserError(f"no submissions in {directory}: name them STUDENT/LAB.py, as ada/mean.py")
     return found
