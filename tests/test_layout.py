@@ -33,7 +33,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3745, "techniques": 2952, "text": 1367, "files": 1575, "runs": 1195,
-    "costs": 956, "perf": 1844, "plumbing": 953, "labs": 7500, "tests": 12800, "docs": 794,
+    "costs": 956, "perf": 1844, "plumbing": 953, "labs": 7500, "tests": 12850, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
