@@ -266,7 +266,7 @@ def where_they_parted(ended: Ended) -> str:
     """Return why ranks wait for ever, as far as their calls show it (labs/hang finds who)."""
     if elsewhere := [rank for rank in range(len(ended.calls)) if is_elsewhere(ended, rank)]:
         rank = elsewhere[0]
-        return f"Rank {rank} does not come out of line {ended.lines[rank]}."
+        return f"Rank {rank} does not come out of line {ended.lines[rank]}.{busy()}"
     if not any(ended.calls):
         return f"No rank has called torch.distributed: does a loop not end?{busy()}"
     waiting = {calls[-1].name for calls, returned in zip(ended.calls, ended.returned)

@@ -55,12 +55,12 @@ def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
     """Check every submission in a directory; yield a table or a summary, and write files."""
     key = args.key if args.key else secrets.token_hex(8) if args.seed is None else None
     files = (args.csv, write_csv), (args.gradescope, write_gradescope)
-    for path, _ in files:  # before minutes of grading
-        place = path if path and path.exists() else path and path.resolve().parent
-        if path and (path.is_dir() or not os.access(place, os.W_OK)):
+    for path in filter(None, (args.csv, args.gradescope)):  # before minutes of grading
+        place = path if path.exists() else path.resolve().parent
+        if path.is_dir() or not os.access(place, os.W_OK):
             raise UserError(f"{path} cannot be written: give a file in a directory of yours")
     files_of = find_submissions(Path(args.lab), labs)
-    if args.gradescope and len(files_of) > 1:
+    if args.gradescope and sum(map(bool, files_of.values())) > 1:
         raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
     submissions = [(student, file, seed_of(key, student, file.stem) if key else args.seed)
                    for student, files in files_of.items() for file in files]  # fmt: skip
