@@ -63,7 +63,7 @@ from plumbing.parser import Parser
 from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
 from plumbing.shards import allocate, assign_shard
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
-from text.tokenizer import Tokenizer, chat_template, load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -403,9 +403,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
         raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
     with directories.new_directory(target) as temporary:
         if format == "gguf":
-            directories.hand_on(source, temporary, tokenizer)  # also the chat template
-            template = chat_template(temporary) or tokenizer.template
-            save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
+            save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
             fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
         elif format == "meta":  # its files have no max_seq_len
@@ -413,9 +411,8 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
             read_back = replace(open_weights(temporary)[0], max_seq_len=config.max_seq_len)
         else:
             formats.save_hf(temporary, config, stored, tokenizer)
-            directories.hand_on(source, temporary, tokenizer)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if tokenizer and format != "gguf":
+        if tokenizer and format == "meta":
             tokenizer.save(temporary)
         if read_back != config:
             raise UserError(

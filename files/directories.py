@@ -44,8 +44,8 @@ from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
 from plumbing.processes import Progress, UserError, meet, print_rank_zero
-from text.published import FILES
-from text.tokenizer import Tokenizer, chat_template, find_tokenizer, load_tokenizer
+from text.templates import SETTINGS
+from text.tokenizer import Tokenizer, find_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
 LOCK_SECONDS = 120  # longer than file servers keep the locks of a node that does not answer
@@ -108,7 +108,7 @@ def read_config(directory: Path) -> dict:
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
     path = metadata_file(directory)
-    verify(directory, path.name, "tokenizer")
+    verify(directory, path.name, "tokenizer.", *SETTINGS)
     content = JsonFile(path)
     try:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
@@ -118,39 +118,6 @@ def read_config(directory: Path) -> dict:
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
         metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
-
-
-def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """Copy to `target` the generation settings, and with the same tokenizer its files and its chat
-    template, of Hugging Face's directory that the model in `source` began with, however many runs
-    ago. What a chat needs beyond a base's is added: the tokens that end an answer, and a template.
-    Does nothing if there was no such directory, or if it has gone."""
-    passed = set()
-    while not is_hf(source):
-        init = has_weights(source) and JsonFile(metadata_file(source))["flags"].get("init")
-        if not init or source in passed:  # a run that was made anew from one that it began
-            return
-        passed.add(source)
-        try:
-            source = find_checkpoint(Path(init))
-        except UserError:
-            return
-    names = ["generation_config.json"]
-    with contextlib.suppress(UserError):  # it has no tokenizer, or one that cannot be read
-        if tokenizer and load_tokenizer(str(source)).hash == tokenizer.hash:
-            names += FILES
-    for name in names:
-        if (source / name).is_file():
-            shutil.copy(source / name, target)
-    if tokenizer and (settings := target / "generation_config.json").exists():
-        content = json.loads(settings.read_text())
-        ends = content.get("eos_token_id") or []
-        if not isinstance(ends, list):
-            ends = [ends]
-        ends += [token for token in tokenizer.stop if token not in ends]
-        settings.write_text(json.dumps(content | {"eos_token_id": ends}, indent=2))
-    if tokenizer and tokenizer.template and not chat_template(target):
-        (target / "chat_template.jinja").write_text(tokenizer.template)
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:

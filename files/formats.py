@@ -21,7 +21,7 @@ from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import KVCache, Llama, LlamaConfig
 from plumbing.processes import UserError
-from text.tokenizer import Tokenizer, save_tokenizer
+from text.tokenizer import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -312,8 +312,8 @@ def save_hf(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(content, indent=1))
-    if tokenizer and tokenizer.file and tokenizer.word_pattern:  # else it is a copy of such files
-        save_tokenizer(directory, tokenizer)
+    if tokenizer:
+        tokenizer.save_published(directory)
 
 
 # ------------------------------------------------------------------------------------------ Meta

@@ -47,14 +47,13 @@ def save_gguf(
     config: LlamaConfig,
     weights: Weights,
     tokenizer: Tokenizer,
-    template: str,
     dtype: DType | None = None,
 ) -> None:
     """Write a file, reading one weight at a time: matrices in `dtype`, by default as they are, and
     norms in float32.
 
     Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
-    `qwen3`. `template` is the chat template in Jinja."""
+    `qwen3`."""
     dtype = dtype or weights["tok_embeddings.weight"].dtype
     if config.qk_norm:
         if config.rope_scaling != 1.0:
@@ -65,7 +64,7 @@ def save_gguf(
         tensors["rope_freqs.weight"] = StoredTensor.of(slowdown(config))
     types = {name: _type_of(tensor, dtype) for name, tensor in tensors.items()}
     metadata = describe(config) | vocabulary(tokenizer, config.vocab_size)
-    metadata |= {"tokenizer.chat_template": template} if template else {}
+    metadata["tokenizer.chat_template"] = tokenizer.template
     header = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))
     header += b"".join(_string(key) + _typed(value) for key, value in metadata.items())
     offset = 0

@@ -10,8 +10,9 @@ import torch
 import evaluate
 from model import IGNORE
 from plumbing.processes import UserError
-from text import chat
-from text.chat import Packed, encode, encode_prompt, open_samples, pack, read_conversations
+from text import chat, conversations
+from text.chat import Packed, encode, encode_prompt, open_samples, pack
+from text.conversations import read_conversations
 from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -72,7 +73,9 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 @pytest.mark.parametrize(
     "record, prompt, answer",
     [
-        ({"messages": [{**user("Hi"), "name": "Ann"}, assistant("Ho")], "source": "x"}, "Hi", "Ho"),
+        ({"messages": [user("Hi"), assistant("Ho")], "source": "x", "n": [1]}, "Hi", "Ho"),
+        ({"messages": None, "conversations": SHAREGPT}, "a", "b"),
+        ({"messages": [user("Hi"), assistant("Ho") | {"weight": 1, "train": True}]}, "Hi", "Ho"),
         (ALPACA | {"input": "1 2"}, "Add.\n\n1 2", "3"),
         (ALPACA | {"input": ""}, "Add.", "3"),
         (ALPACA | {"text": "both"}, "Add.", "3"),
@@ -83,20 +86,23 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ],
 )
 def test_kinds_of_lines(record, prompt, answer, tmp_path):
-    path = write(tmp_path / "a.jsonl", record)
-    assert list(read_conversations(path, Reading())) == [(1, [user(prompt), assistant(answer)])]
+    assert read_one(record, tmp_path) == [user(prompt), assistant(answer)]
 
 
-def test_roles_have_the_names_of_llama_3(tmp_path):
-    """A developer speaks as the system, and what a tool has put out has the heading ipython."""
-    roles = "developer user assistant tool assistant".split()
+def read_one(record: dict, tmp_path) -> list[dict]:
+    (line,) = read_conversations(write(tmp_path / "a.jsonl", record), Reading())
+    return line.messages
+
+
+def test_roles_have_the_names_of_templates(tmp_path):
+    """A developer speaks as the system, and what a tool has put out has Llama 3's heading."""
+    roles = "developer user assistant ipython assistant".split()
     messages = [{"role": role, "content": role[0]} for role in roles]
-    path = write(tmp_path / "a.jsonl", {"messages": messages})
-    ((_, read),) = read_conversations(path, Reading())
-    assert [m["role"] for m in read] == ["system", "user", "assistant", "ipython", "assistant"]
+    read = read_one({"messages": messages}, tmp_path)
+    assert [m["role"] for m in read] == ["system", "user", "assistant", "tool", "assistant"]
     ids, is_target = encode(read, BYTES)
     assert target_text(ids, is_target) == "a{eot_id}a{eot_id}"
-    assert "{start_header_id}ipython{end_header_id}\n\nt{eot_id}" in marked(ids, BYTES)
+    assert "{start_header_id}ipython{end_header_id}\n\ni{eot_id}" in marked(ids, BYTES)
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path):
@@ -112,7 +118,8 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
     path = tmp_path / "a.jsonl"
     line = json.dumps({"messages": [*TALK, user("Bye")]})
     path.write_text(f"\ufeff{line}\n\n \t\r\n{line}")
-    assert list(read_conversations(path, Reading())) == [(1, TALK), (4, TALK)]
+    read = [(line.number, line.messages) for line in read_conversations(path, Reading())]
+    assert read == [(1, TALK), (4, TALK)]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +142,22 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
         ({"conversations": [{"from": "bing", "value": "b"}]}, "the \"role\" 'bing': give one of"),
         ({"messages": [user(["a"]), assistant("b")]}, "message 1 has the \"content\" ['a']: give"),
         ({"messages": [user("a"), {"role": "assistant"}]}, 'message 2 has the "content" None'),
+        (ALPACA | {"prompt": "a", "completion": "b"}, "both instruction/output and prompt/comple"),
+        ({"conversations": SHAREGPT, "messages": []}, "both messages and conversations: leave"),
+        (ALPACA | {"system": ["a"]}, "\"system\" is ['a']: give it as a string"),
+        ({"messages": [TALK[0], assistant("a")], "system": "b"}, 'both a "system" and a system'),
+        (ALPACA | {"history": [["a"]]}, '"history" is no list of [question, answer]'),
+        (ALPACA | {"history": "no"}, '"history" is no list of [question, answer]'),
+        (ALPACA | {"history": [["a", " "]]}, "message 2 is an empty answer"),
+        (ALPACA | {"weight": 0.5}, '"weight" is 0.5: give 0 or 1'),
+        ({"messages": [user("a"), assistant("b") | {"train": "no"}]}, "\"train\" is 'no': give 0"),
+        (ALPACA | {"tools": "{"}, "\"tools\" is '{': give it as JSON"),
+        (ALPACA | {"tools": 3}, '"tools" is 3: give a list'),
+        ({"messages": [user("a"), assistant("b") | {"tool_calls": 3}]}, "that are no list: 3"),
+        (
+            {"messages": [user("a"), assistant("b") | {"tool_calls": ["f"]}]},
+            "a call is 'f': give {",
+        ),
     ],
     ids=str,
 )
@@ -146,6 +169,26 @@ def test_malformed_lines_are_refused(line, message, tmp_path):
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_columns_beside_a_conversation(tmp_path, capsys):
+    """A system column and earlier turns are messages; weights of 0 make no target; what is not read
+    is named, once."""
+    turns = [user("1"), assistant("2"), user("Add."), assistant("3")]
+    system = {"role": "system", "content": "s"}
+    assert read_one(ALPACA | {"history": [["1", "2"]], "system": "s"}, tmp_path) == [system, *turns]
+    assert read_one({"conversations": SHAREGPT, "system": "s"}, tmp_path)[0] == system
+    for kind in ({"weight": 0}, {"train": False}):
+        talk = [turns[0], turns[1] | kind, *turns[2:]]
+        read = read_one({"messages": talk, "id": "x", "about": [{"role": "user"}]}, tmp_path)
+        assert target_text(*encode(read, BYTES)) == "3{eot_id}"
+        everything = [marked([i], BYTES) for i, on in zip(*encode(read, BYTES, True)) if not on]
+        assert everything == ["{begin_of_text}", "2", "{eot_id}"]
+        assert capsys.readouterr().err.count("has fields that are not read: about, id") == 1
+        train, val, _, summary = opened(write(tmp_path / "a.jsonl", ALPACA | kind, *answering(2)))
+        assert answers_of(train) + answers_of(val) == ["0{eot_id}", "1{eot_id}"]
+        assert "1 dropped" in summary
+    capsys.readouterr()
 
 
 # -------------------------------------------------------------------------------------- targets
@@ -239,7 +282,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     assert prompts == [(encode_prompt([user("say 2")], BYTES), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
     assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
-    monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be
+    monkeypatch.setattr(conversations, "split_of", lambda name: "val")  # or if all lines would be
     train, val, _, _ = opened(path)
     assert (len(train.samples), len(val.samples)) == (2, 1)
     for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample that fits")):

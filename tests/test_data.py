@@ -16,7 +16,7 @@ from plumbing.processes import UserError
 from runs.records import describe_epochs
 from runs.rules import choose_steps
 from text.corpora import Reading, find_files, read_pieces
-from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from text.tokenizer import load_tokenizer, train_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files
 
@@ -32,7 +32,7 @@ def test_tokenize_files_and_lines(tmp_path, text, monkeypatch):
     """By a tokenizer.json, which the token files keep as a tokenizer.model."""
     monkeypatch.setattr(data, "TOKENS_PER_FILE", 500)
     train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
-    save_tokenizer(tmp_path, load_tokenizer(str(tmp_path)))
+    load_tokenizer(str(tmp_path)).save_published(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()

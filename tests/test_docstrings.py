@@ -4,20 +4,20 @@ import ast
 
 import pytest
 
-from text import chat
+from text import chat, conversations
 from text.chat import encode, encode_prompt, open_samples
 from text.corpora import read_pieces, split_of
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
-SOME = chat.standard_library()[::3]  # all take three times as long
+SOME = conversations.standard_library()[::3]  # all take three times as long
 
 
 @pytest.fixture(scope="module")
 def functions():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "standard_library", lambda: SOME)
-        return list(chat.docstrings())
+        patch.setattr(conversations, "standard_library", lambda: SOME)
+        return list(conversations.docstrings())
 
 
 def test_functions_come_without_their_docstrings(functions):
@@ -38,10 +38,10 @@ def test_functions_come_without_their_docstrings(functions):
 def test_the_same_functions_come_again_in_the_same_order(functions, monkeypatch):
     """The order of files does not matter. With fewer files, each gives the functions it gave."""
     some = SOME[::8]
-    monkeypatch.setattr(chat, "standard_library", lambda: some)
-    found = list(chat.docstrings())
+    monkeypatch.setattr(conversations, "standard_library", lambda: some)
+    found = list(conversations.docstrings())
     some.reverse()
-    assert list(chat.docstrings()) == found and len(found) > 100
+    assert list(conversations.docstrings()) == found and len(found) > 100
     modules = {"/".join(path.parts[-2:]) for path in some}
     whole = [f for f in functions if f[1] in modules]
     assert [f for f in found if f in whole] == whole
@@ -111,8 +111,8 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     other = next(n for n in reversed(names) if split_of(f"{tmp_path.name}/{n}") == "train")
     (tmp_path / held_out).write_text(SOURCE)
     (tmp_path / other).write_text(SOURCE[: SOURCE.index("class A")])
-    monkeypatch.setattr(chat, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
-    found = list(chat.docstrings())
+    monkeypatch.setattr(conversations, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
+    found = list(conversations.docstrings())
     shown = [(prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a) in found]
     places = [(split, module) for split, module, _ in found]
     in_training, in_held_out = (f"{tmp_path.name}/{name}" for name in (other, held_out))
@@ -129,7 +129,9 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
 
 
 def test_rows_of_the_default_data_set(functions, monkeypatch):
-    monkeypatch.setattr(chat, "docstrings", lambda: iter(functions))  # found in seconds, not again
+    monkeypatch.setattr(
+        conversations, "docstrings", lambda: iter(functions)
+    )  # found in seconds, not again
     train, val, prompts, summary = open_samples(["python"], BYTES, 2048)
     for packed, split in ((train, "train"), (val, "val")):
         expected = [encode(talk, BYTES) for name, _, talk in functions if name == split]

@@ -5,7 +5,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -23,6 +22,7 @@ from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.chat import encode_prompt
+from text.templates import CHAT_TEMPLATE
 from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 # Models here have large weights, so that attention depends on positions and errors of RoPE show.
@@ -92,7 +92,7 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     logits_agree(model, reference)
 
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
-    saved_hf(ours, model, SimpleNamespace(bos=7, stop=[8, 9], file=""))
+    saved_hf(ours, model, Ids())
     for directory in (theirs, ours):
         files = list(directory.glob("*.safetensors"))
         assert (len(files) > 1) == (file_bytes == 30_000)
@@ -224,6 +224,15 @@ META_TEMPLATE = (
 TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
 
 
+class Ids:
+    """As much of a tokenizer as a config.json names."""
+
+    bos, stop = 7, [8, 9]
+
+    def save_published(self, directory: Path) -> None:
+        pass
+
+
 def tokenizers_agree(directory: Path) -> None:
     """Assert that tokenizer.model, tokenizer.json and transformers' reading of it agree: in texts,
     and in chats by our template and Meta's."""
@@ -235,11 +244,11 @@ def tokenizers_agree(directory: Path) -> None:
     assert reference.decode(a.encode(text)) == text
     assert reference(text)["input_ids"] == a.encode(text, bos=True)  # as Meta's own files do
     talk = [*TALK, dict(role="assistant", content=" 4")]
-    for theirs, ours, template in (("tool", "ipython", None), ("user", "user", META_TEMPLATE)):
-        said, read = ([*talk, dict(role=role, content="Yes.\n")] for role in (theirs, ours))
+    for role, template in (("tool", None), ("user", META_TEMPLATE)):
+        said = [*talk, dict(role=role, content="Yes.\n")]
         options = dict(chat_template=template, add_generation_prompt=True)
         ids = reference.apply_chat_template(said, **options)["input_ids"]
-        assert ids == encode_prompt(read, a) and ids.count(a.bos) == 1
+        assert ids == encode_prompt(said, a) and ids.count(a.bos) == 1
     assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop
 
 
@@ -253,36 +262,34 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     (out / "tokenizer.model").unlink()
     assert read_config(out)["tokenizer"].endswith("tokenizer.json")
     import_weights(out, tmp_path / "again", None)
-    written = [(tmp_path / run / "tokenizer.model").read_bytes() for run in ("run", "again")]
-    assert written[0] == written[1]
+    assert load_tokenizer(str(tmp_path / "again")).hash == tokenizer.hash
 
     # A base with a chat template and settings of its own hands them on, through several runs.
+    settings = json.loads((out / "tokenizer_config.json").read_text())
     (out / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 1}')
     (out / "chat_template.jinja").write_text("mine")
-    import_weights(tmp_path / "again", tmp_path / "run2" / "step-00000007", None)
-    third, of_run = tmp_path / "third", {"init": str(tmp_path / "run2")}  # as train.py records it
-    write_checkpoint(third, *open_weights(tmp_path / "again"), tokenizer, **of_run)
+    files = {name: (out / name).read_bytes() for name in ("tokenizer.json", "chat_template.jinja")}
+    for run, init in (("run2", out), ("run3", tmp_path / "run2")):
+        kept = load_tokenizer(read_config(init)["tokenizer"])
+        write_checkpoint(tmp_path / run, *open_weights(init), kept)
+    shutil.rmtree(out)
 
-    def template_of(directory: Path) -> str:
-        export_weights(third, directory, "hf", None)
-        return transformers.AutoTokenizer.from_pretrained(directory).get_chat_template()
+    def template_of(run: str) -> str:
+        export_weights(tmp_path / run, tmp_path / f"of {run}", "hf", None)
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path / f"of {run}")
+        return reference.get_chat_template()
 
-    assert template_of(tmp_path / "last") == "mine"
-    export_weights(third, tmp_path / "gguf", "gguf", None)
+    assert template_of("run3") == "mine"
+    assert files == {name: (tmp_path / "of run3" / name).read_bytes() for name in files}
+    assert json.loads((tmp_path / "of run3/tokenizer_config.json").read_text()) == settings
+    export_weights(tmp_path / "run3", tmp_path / "gguf", "gguf", None)
     fields = gguf.GGUFReader(tmp_path / "gguf/model.gguf").fields
     assert fields["tokenizer.chat_template"].contents() == "mine"
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "last" / name).read_bytes() == (out / name).read_bytes()
     # An answer ends where a chat ends, and there is a template, although a base has none.
-    config = transformers.GenerationConfig.from_pretrained(tmp_path / "last")
-    assert (config.temperature, config.eos_token_id) == (0.6, [1, *tokenizer.stop])
-    (out / "chat_template.jinja").unlink()
-    settings = json.loads((out / "tokenizer_config.json").read_text()) | {"chat_template": None}
-    (out / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert template_of(tmp_path / "of base") == tokenizer.template
-    shutil.rmtree(out)
-    assert template_of(tmp_path / "without") == tokenizer.template
-    assert not (tmp_path / "without" / "generation_config.json").exists()
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "of run3")
+    assert (config.temperature, set(config.eos_token_id)) == (0.6, {1, *tokenizer.stop})
+    assert template_of("run") == tokenizer.template == CHAT_TEMPLATE
+    assert not (tmp_path / "of run" / "generation_config.json").exists()
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from files.gguf import Q8_0, encoded, save_gguf
 from model import LlamaConfig
 from plumbing.processes import UserError
 from text.chat import encode_prompt
-from text.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
+from text.templates import CHAT_TEMPLATE
+from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
@@ -159,4 +160,4 @@ def test_blocks_of_zeros_and_halves():
 def test_qwen3_with_scaled_rope_is_refused(tokenizer, tmp_path):
     scaled = replace(QWEN3, rope_scaling=8.0)
     with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
-        save_gguf(tmp_path / "x", scaled, {}, tokenizer, "", torch.float32)
+        save_gguf(tmp_path / "x", scaled, {}, tokenizer, torch.float32)

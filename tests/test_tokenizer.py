@@ -22,8 +22,9 @@ from tiktoken.load import load_tiktoken_bpe
 
 from checkpoint import export_weights, read_config
 from plumbing.processes import UserError
+from text import templates as templates_module
 from text.chat import encode, encode_prompt
-from text.tokenizer import WORD_PATTERN, load_tokenizer, train_bpe, train_tokenizer
+from text.tokenizer import load_tokenizer, train_bpe, train_tokenizer
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 
@@ -90,9 +91,6 @@ def test_llama_3s_tokenizer():
     assert 128_001 not in tokenizer.encode(SNIPPET)
 
 
-HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WORD_PATTERN}
-
-
 @pytest.mark.parametrize(
     "kind, content, message",
     [
@@ -100,11 +98,10 @@ HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WO
         ("model", "!! 0\n", "line 1"),
         ("model", "YQ== 5\n", "expected ids 0, 1, 2"),
         ("model", "", "expected ids 0, 1, 2"),
-        ("json", "[]", "no tokenizer: "),
-        ("json", "{", "no tokenizer: "),
+        ("json", "[]", "is damaged: it is no JSON object"),
+        ("json", "{", "is damaged: Expecting"),
         ("json", "{}", "no tokenizer: "),
-        ("json", json.dumps(HALF_A_FILE), "is damaged: KeyError 'model'"),
-        ("json", json.dumps(HALF_A_FILE)[:-1], "is damaged: JSONDecodeError"),
+        ("json", json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), "no tokenizer: "),
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused(tmp_path, kind, content, message):
@@ -279,26 +276,254 @@ def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
     assert ours.encode("", bos=True) == [ours.bos]
 
 
+def assert_chats_agree(ours, theirs, talk: list[dict], tools: list | None = None) -> None:
+    """Compare ids with transformers', and targets with the differences between what its template
+    writes when it asks for an answer, and when it has it."""
+    options = dict(tools=tools, tokenize=True, return_dict=False, chat_template=ours.template)
+    ids, is_target = encode(talk, ours, tools=tools)
+    whole = theirs.apply_chat_template(talk, **options)
+    assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n", "\n\n")
+    expected = [False] * len(ids)
+    for i, message in enumerate(talk):
+        if message["role"] == "assistant":
+            prompt = theirs.apply_chat_template(talk[:i], add_generation_prompt=True, **options)
+            assert encode_prompt(talk[:i], ours, tools) == prompt == ids[: len(prompt)]
+            end = next(j for j in range(len(prompt), len(ids)) if ids[j] in ours.stop) + 1
+            expected[len(prompt) : end] = [True] * (end - len(prompt))
+            assert (message.get("content") or "").strip() in ours.decode(ids[len(prompt) : end])
+    assert is_target == expected
+
+
 @pytest.mark.parametrize("talk", [TALK, TALK[1:]], ids=["system", "no system"])
 def test_chats_are_written_as_by_the_template(pair, talk):
-    ours, theirs = pair
-    if not ours.template:
-        pytest.skip("a base model has no template")
-    with pytest.raises(UserError, match="has the role tool"):
-        encode_prompt([*talk, dict(role="ipython", content="4"), *talk[-2:]], ours)
-    options = dict(tokenize=True, return_dict=False)
-    prompt = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **options)
-    assert encode_prompt(talk, ours) == prompt
-    ids, is_target = encode(talk, ours)
-    whole = theirs.apply_chat_template(talk, **options)
-    assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n")
-    assert ids[: len(prompt)] == prompt and all(is_target[len(prompt) :])
-    targets = [token for token, target in zip(ids, is_target) if target]
-    (end,) = set(ours.stop) & set(targets)
-    assert targets[-1] == end
-    assert targets.count(end) == [message["role"] for message in talk].count("assistant")
-    for message in talk:
-        assert (message["content"] in ours.decode(targets)) == (message["role"] == "assistant")
+    assert_chats_agree(*pair, talk)
+
+
+def templates() -> dict[str, str]:
+    def written(message: str, asked: str, before: str = "") -> str:
+        loop = "{% for m in messages %}" + message + "{% endfor %}"
+        return before + loop + "{% if add_generation_prompt %}" + asked + "{% endif %}"
+
+    chatml, asked = "{{ '<|im_start|>' + m.role + '\n' + m.content", "<|im_start|>assistant\n"
+    falcon = "{{ '<|' + m.role + '|>\n' + m.content }}"
+    default = "{% set s = 'Be kind.' %}{% if messages[0].role != 'system' %}<|im_start|>system\n"
+    return {
+        "falcon": written(
+            falcon + "{{ eos_token if m.role == 'assistant' else '\n' }}", "<|assistant|>\n"
+        ),
+        "no line end": written(chatml + " + '<|im_end|>' }}", asked),
+        "colon": written(
+            "{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>\n' }}",
+            "<|im_start|>assistant: ",
+        ),
+        "human": written(chatml.replace("m.role", "m.role | replace('user', 'human')")
+                         + " + '<|im_end|>\n' }}", asked),
+        "variable": written(chatml + " + '<|im_end|>\n' }}", asked,
+                            default + "{{ s }}<|im_end|>\n{% endif %}"),
+        "bos": written(chatml + " + '<|im_end|>\n' }}", asked, "{{ bos_token }}"),
+        "mentioned": written("{{ m.role + ': ' + m.content + eos_token }}", "assistant: ",
+                             "{# not <|im_start|> #}"),
+        "no heading": "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
+        "no system": written("{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+                             "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}", "",
+                             "{{bos_token}}{# <<SYS>> #}"),
+        "trims": written(chatml.replace("m.content", "m.content | trim") + "+ '<|im_end|>\n' }}",
+                         asked),
+        "generation": written(
+            "{%- if m.role == 'assistant' %}{% generation %}" + chatml + " + '<|im_end|>\n' }}"
+            "{%- endgeneration %}{%- else %}" + chatml + " + '<|im_end|>\n' }}{% endif %}", asked),
+        "tools": written(
+            "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+            "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content or '' }}"
+            "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+            "{{ '<|im_end|>\n' }}", asked,
+            "{% if tools %}{{ tools | tojson(indent=2) }}<|im_end|>{% endif %}"),
+    }  # fmt: skip
+
+
+SPACES = [dict(role="user", content=" a\n"), dict(role="assistant", content="    return x\n\n"),
+          dict(role="user", content="\tb"), dict(role="assistant", content="\n  c ")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", templates())
+def test_every_template_is_run(name, tmp_path):
+    """Templates that resemble others; spaces of an answer stay unless the template strips them."""
+    kind = "smollm2" if "<|im_end|>" in templates()[name] else "yi"
+    more = dict(chat_template=templates()[name], bos_token="<s>" if kind == "yi" else "<repo_name>")
+    directory = write(tmp_path / "it", kind, **more)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    ours = load_tokenizer(str(directory))
+    for talk in (TALK, TALK[1:3]):
+        assert_chats_agree(ours, theirs, talk)
+    ids, _ = encode(SPACES, ours)  # a heading's line end and spaces after it may be one token
+    assert ids == theirs.apply_chat_template(SPACES, return_dict=False)[: len(ids)]
+    assert ("    return x\n\n" in ours.decode(ids)) == (name != "trims")
+    if name == "tools":
+        call = {"type": "function", "function": {"name": "f", "arguments": {"é": "<|im_end|>"}}}
+        talk = [*SPACES[:1], dict(role="assistant", tool_calls=[call], reasoning_content="R")]
+        talk += [dict(role="tool", content="12"), dict(role="assistant", content="12.")]
+        encode(talk, ours, tools=[call])
+        call["function"]["arguments"] = {"é": 1}  # transformers takes the name for the token
+        assert_chats_agree(ours, theirs, talk, tools=[call])
+
+
+def fails(template: str, talk: list[dict], tmp_path: Path, tools: list | None = None) -> str:
+    tokenizer = load_tokenizer(str(write(tmp_path / "it", "yi", chat_template=template)))
+    with pytest.raises(UserError) as error:
+        encode(talk, tokenizer, tools=tools)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_a_template_leaves_out_is_refused(tmp_path):
+    plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert "leaves out message 1, of the system" in fails("{{ 'mine' }}", TALK, tmp_path)
+    no_system = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    assert "leaves out message 1" in fails(no_system, TALK, tmp_path)
+    for more in (dict(tool_calls=call), dict(reasoning_content="R")):
+        talk = [TALK[1], TALK[2] | more]
+        assert f"writes nothing of {min(more)}" in fails(plain, talk, tmp_path)
+    assert "writes nothing of tools" in fails(plain, TALK, tmp_path, call)
+    no_end = plain.replace("{{ eos_token }}", "")
+    assert "ends an answer with no token that ends" in fails(no_end, TALK[1:3], tmp_path)
+    no_end = plain.replace("eos_token", "eos_token if m.role == 'system' else ''")
+    assert "ends an answer with no token that ends" in fails(no_end, TALK, tmp_path)
+    thinks = plain + "{% if add_generation_prompt %}{{ 'assistant<think>' }}{% endif %}"
+    assert "asks for message 2 by" in fails(thinks, TALK[1:3], tmp_path)
+    refuses = plain + "{{ raise_exception('only two\nroles') }}"
+    assert "does not write this conversation: only two" in fails(refuses, TALK, tmp_path)
+    assert "does not write this conversation: " in fails("{% if %}", TALK, tmp_path)
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ ().__class__.__bases__[0].__subclasses__() }}", "unsafe"),
+    ("{{ messages.clear() }}", "unsafe"),
+    ("{{ 'a' * 10**10 }}", "MemoryError"),
+    ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "takes more"),
+    ("{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "99,980,001 characters"),
+])  # fmt: skip
+def test_a_hostile_template_gets_nothing(template, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(templates_module, "SECONDS", 1)
+    assert message in fails(template, TALK, tmp_path)
+
+
+LLAMA_3 = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+
+
+def llama_3_kind(directory: Path, change) -> tuple:
+    """Write a tokenizer of Llama 3's kind as `change` makes it; return it, and transformers'."""
+    train_tokenizer([str(Path(json.__file__))], 600, directory / "tokenizer.model")
+    load_tokenizer(str(directory)).save_published(directory)
+    (directory / "tokenizer.model").unlink()
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = LLAMA_3 | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    inner, config = change(inner, config) or (inner, config)
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return load_tokenizer(str(directory)), theirs
+
+
+def tuned_to_chatml(inner, config):  # as Dolphin's layout
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return inner, config | dict(eos_token="<|im_end|>", chat_template=QWEN)
+
+
+def renamed(inner, config):  # as Hermes'
+    content = inner.to_str().replace("reserved_special_token_0", "im_start")
+    content = content.replace("reserved_special_token_1", "im_end")
+    named = [dict(name="tool_use", template="{{ 'x' }}"), dict(name="default", template=QWEN)]
+    more = dict(eos_token="<|im_end|>", chat_template=named)
+    return tokenizers.Tokenizer.from_str(content), config | more
+
+
+def with_a_word(inner, config):
+    inner.add_tokens(["<tool_call>"])
+
+
+def trained_anew(inner, config):  # special tokens come first
+    names = [inner.id_to_token(i) for i in sorted(inner.get_added_tokens_decoder())]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=names, show_progress=False,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+    new = tokenizers.Tokenizer(tokenizers.models.BPE())
+    new.pre_tokenizer, new.decoder = inner.pre_tokenizer, inner.decoder
+    new.train_from_iterator(hard_strings(2000), trainer)
+    new.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])  # fmt: skip
+    return new, config
+
+
+def ends_a_text(inner, config):  # bos, text, eos
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|begin_of_text|> $A <|eot_id|>",
+        special_tokens=[(name, inner.token_to_id(name)) for name in LLAMA_3.values()])  # fmt: skip
+
+
+def no_beginning(inner, config):
+    inner.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+
+
+def ends_by_a_word(inner, config):
+    inner.add_tokens(["<eot>"])
+    return inner, config | dict(eos_token="<eot>")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tuned_to_chatml,
+        renamed,
+        with_a_word,
+        trained_anew,
+        ends_a_text,
+        no_beginning,
+        ends_by_a_word,
+    ],
+)
+def test_a_tokenizer_of_llama_3s_kind_is_what_its_file_says(change, tmp_path):
+    ours, theirs = llama_3_kind(tmp_path, change)
+    for text in (*hard_strings(300), "Hi there <tool_call>x<eot>"):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ids, text
+    prompt = theirs("Hi")["input_ids"]
+    assert ours.encode("Hi", bos=True) == prompt[: len(prompt) - (change is ends_a_text)]
+    assert theirs.eos_token_id in ours.stop and ours.stop[0] == theirs.eos_token_id
+    if change is not no_beginning:
+        assert ours.bos == theirs.bos_token_id
+    if change not in (ends_by_a_word,):  # whose default template ends an answer otherwise
+        assert_chats_agree(ours, theirs, TALK)
+
+
+def test_generation_ends_where_the_model_says(tmp_path):
+    """The ids of generation_config.json end it, one or several, also after a checkpoint."""
+    for ends in (7, [7, 5], None):
+        settings = json.dumps({"eos_token_id": ends})
+        write(tmp_path, "yi")
+        (tmp_path / "generation_config.json").write_text(settings)
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert tokenizer.stop == (
+            2,
+            *{7: (7,), None: ()}.get(ends if ends != [7, 5] else 0, (7, 5)),
+        )
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        tokenizer.save(tmp_path / "saved")
+        assert load_tokenizer(str(tmp_path / "saved")).stop == tokenizer.stop
+
+
+def test_tokens_outside_of_the_alphabet(tmp_path):
+    """A vocabulary may hold tokens that are written as they are."""
+    inner = smollm2()
+    content = json.loads(inner.to_str())
+    content["model"]["vocab"]["你 好"] = len(content["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))  # which has no tokenizer_config.json, too
+    assert tokenizer.decode([content["model"]["vocab"]["你 好"]]) == "你 好"
+    assert tokenizer.eos == tokenizer.special["<|endoftext|>"]
 
 
 def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
@@ -344,9 +569,6 @@ def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(UserError, match=message):
             load_tokenizer(str(tmp_path))
-    strange = load_tokenizer(str(write(tmp_path / "strange", "yi", chat_template="{{ 'mine' }}")))
-    with pytest.raises(UserError, match="has a chat template of another form"):
-        encode_prompt(TALK, strange)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="pip install tokenizers"):
         load_tokenizer(str(tmp_path))

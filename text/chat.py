@@ -11,22 +11,16 @@ IGNORE. Samples are short and rows are long, so several samples share a row; the
 Positions begin at 0 with every sample, and attention stays between one position 0 and the next
 (`document_mask` in model.py). So a sample has the same loss and gradient as in a row of its own.
 A sample of n ids takes n - 1 slots of a row: its last id is only a target, its first only an input.
-
-The default data set needs no download: it is the functions of Python's standard library, for which
-the model learns to write the docstring.
 """
 
-import ast
 import bisect
 import itertools
+import json
 import math
-import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,236 +28,148 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.corpora import (
-    Reading,
-    check_string,
-    document_name,
-    kind_of,
-    read_records,
-    split_of,
-    standard_library,
-)
+from text.conversations import LINE_FORMATS, MEANT, Conversation, Line, conversations
+from text.corpora import Reading
+from text.templates import render
 from text.tokenizer import Tokenizer
 
-Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
 Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
-
-# --------------------------------------------------------------------------- conversation files
-
-# ShareGPT's names of roles and those of others -> Llama 3's; what a tool has put out is "ipython".
-ROLES = {name: name for name in ("system", "user", "assistant", "ipython")}
-ROLES |= dict(developer="system", human="user", gpt="assistant", tool="ipython", function="ipython")
-MESSAGE_KEYS = ("role", "from"), ("content", "value")
-MESSAGES = '{"messages": [{"role", "content"}, ...]}'
-ONE_TURN_KEYS = (("instruction", "input", "output"), ("prompt", "completion"))  # answer last
-LINE_FORMATS = (
-    f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
-    f'"output"}} or {{"prompt", "completion"}}'
-)
-
-
-def read_conversations(path: Path, reading: Reading) -> Iterator:
-    """Yield (number, conversation) for each line of a JSONL file, or element of a JSON array.
-
-    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
-    last answer are left out, since they have no targets. Raise UserError where a line is something
-    else."""
-    for number, where, record in read_records(path, LINE_FORMATS, reading):
-        with reading.one(where):
-            yield number, _conversation(record, where)
-
-
-def _conversation(record: dict, where: str) -> Conversation:
-    """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
-    fields = record | {"input": record.get("input") or ""}  # it may be missing, null or empty
-    one_turn = next((keys for keys in ONE_TURN_KEYS if fields.keys() >= set(keys)), None)
-    if name := next((name for name in ("messages", "conversations") if name in record), None):
-        messages = record[name]
-    elif one_turn:
-        *prompts, answer = (check_string(fields[key], f'{where}: "{key}" is') for key in one_turn)
-        messages = _one_turn("\n\n".join(filter(None, prompts)), answer)
-    else:
-        found = ", ".join(map(repr, record)) or "nothing"
-        raise UserError(f"{where}: an object with {found:.200}: give {LINE_FORMATS}")
-    if not isinstance(messages, list):
-        raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
-    checked = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, 1)]
-    while checked and checked[-1]["role"] != "assistant":
-        checked.pop()
-    if not checked:
-        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
-    return checked
-
-
-def _one_turn(prompt: str, answer: str) -> Conversation:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
-
-def _message(message: object, which: str) -> dict[str, str]:
-    """Return a message of a conversation file. Raise UserError if it is not valid."""
-    if not isinstance(message, dict):
-        raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    role, content = (message.get(a, message.get(b)) for a, b in MESSAGE_KEYS)
-    if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    role, content = ROLES[role], check_string(content, f'{which} has the "content"')
-    if role == "assistant" and not content.strip():
-        raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-    return {"role": role, "content": content}
-
-
-# ------------------------------------------------------------------------- the default data set
-
-MAX_SOURCE_LENGTH = 1200  # characters
-SUMMARY_LENGTHS = range(15, 301)  # characters: less says nothing, more is not a summary
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def docstrings() -> Iterator[tuple[str, str, Conversation]]:
-    """Yield (split, module, conversation): the user shows a function of the standard library, and
-    the assistant answers with the first paragraph of its docstring.
-
-    Modules are held out as files are in pretraining on `python`, so validation is on functions
-    that a model pretrained there has not seen. Each source occurs once. Training modules come
-    first ("train" before "val"), so a function that is also in one of them is never held out."""
-    names = ((document_name(path), path) for path in standard_library())
-    seen = set()
-    for split, name, path in sorted((split_of(name), name, path) for name, path in names):
-        text = path.read_text(encoding="utf-8")
-        lines = text.split("\n")  # not splitlines(): Python's line numbers ignore form feeds
-        for function in ast.walk(ast.parse(text)):
-            docstring = isinstance(function, Function) and ast.get_docstring(function)
-            if not docstring:
-                continue
-            summary = " ".join(re.split(r"\n\s*\n", docstring)[0].split())  # its first paragraph
-            source = _without_docstring(function, lines)
-            fits = 0 < len(source) <= MAX_SOURCE_LENGTH and len(summary) in SUMMARY_LENGTHS
-            if fits and source not in seen:
-                seen.add(source)
-                prompt = f"Write the docstring for this function.\n\n{source}"
-                yield split, name, _one_turn(prompt, summary)
-
-
-def _without_docstring(function: Function, lines: list[str]) -> str:
-    """Return the source of a function without its docstring and without indentation; an empty
-    string if nothing else is in the function, or if other code shares a line with the docstring.
-
-    lines: the lines of the module's source."""
-    docstring, *rest = function.body
-    before = lines[docstring.lineno - 1][: docstring.col_offset]
-    if not rest or rest[0].lineno == docstring.end_lineno or before.strip():
-        return ""
-    start = min(node.lineno for node in [function, *function.decorator_list])
-    source = lines[start - 1 : docstring.lineno - 1]
-    source += lines[docstring.end_lineno : function.end_lineno]
-    return "\n".join(line.removeprefix(" " * function.col_offset) for line in source)
-
 
 # ----------------------------------------------------------------- from conversations to tokens
 
-# What a chat template contains -> what it writes before and after the message of a `role`, which
-# comes after one of role `last`. A template is a program in Jinja; these are what the common ones
-# write, but that they leave spaces around a message. A space before an answer is part of it.
-LLAMA_3 = "<|start_header_id|>"
-FORMS = {
-    "<|im_start|>": lambda role, last: (f"<|im_start|>{role}\n", "<|im_end|>\n"),  # ChatML
-    LLAMA_3: lambda role, last: (f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
-    "<<SYS>>": lambda role, last: {  # Llama 2's
-        "system": ("[INST] <<SYS>>\n", "\n<</SYS>>\n\n"),
-        "user": ({None: "[INST] ", "system": ""}.get(last, "<s>[INST] "), " [/INST]"),
-        "assistant": (" ", " </s>"),
-    }[role],
-    "<|assistant|>": lambda role, last: (f"<|{role}|>\n", "</s>\n"),  # TinyLlama's
-}  # fmt: skip
-
-
-def form_of(tokenizer: Tokenizer) -> Callable[[str, str | None], tuple[str, str]]:
-    """Return the entry of FORMS for a tokenizer's chat template; without a template, ChatML if
-    there are tokens for it, else headings in plain text.
-
-    Raise UserError for another template."""
-    for text, form in FORMS.items():
-        if text in tokenizer.template or (not tokenizer.template and text in tokenizer.special):
-            return form
-    if tokenizer.template:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has a chat template of another form than those with "
-            f"{', '.join(FORMS)}: replace it by one of them"
-        )
-    end = next(token for token, i in tokenizer.special.items() if i == tokenizer.eos)
-    return lambda role, last: (f"### {role.title()}:\n", end if role == "assistant" else "\n\n")
+NO_END = (
+    "the chat template ends an answer with no token that ends generation: name one as eos_token in "
+    "tokenizer_config.json"
+)
 
 
 def write_out(
-    messages: Conversation, tokenizer: Tokenizer, asks: bool
-) -> Iterator[tuple[str | int, bool]]:
-    """Yield the pieces of a conversation, texts and ids of special tokens, and whether each belongs
-    to an answer. It `asks` if the heading of an answer follows."""
-    form, template, last = form_of(tokenizer), tokenizer.template, None
-    names = "|".join(map(re.escape, tokenizer.special))
-
-    def split(text: str) -> list[str | int]:  # a text of the form, in which names are tokens
-        pieces = re.split(f"({names})", text)
-        return [tokenizer.special.get(piece, piece) for piece in pieces if piece]
-
-    if "bos_token" in template or not template:
-        yield from ((token, False) for token in tokenizer.beginning)
-    default = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}]+)<\|im_end\|>", template)
-    if default and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": default[1]}, *messages]
-    for message in messages:
-        role, is_answer = message["role"], message["role"] == "assistant"
-        if role == "ipython" and form in FORMS.values() and form is not FORMS[LLAMA_3]:
-            raise UserError(
-                f"a message has the role tool, for which tokenizer {tokenizer.name}'s chat format "
-                f"has no place here: leave such conversations out, or take a Llama 3"
-            )
-        before, after = form(role, last)
-        heading = before.rstrip(" ") if is_answer else before
-        yield from ((piece, False) for piece in split(heading))
-        yield before[len(heading) :] + message["content"].strip(), is_answer
-        for piece in split(after):
-            yield piece, is_answer
-            is_answer &= isinstance(piece, str)  # the first special token ends the answer
-        last = role
-    if asks:
-        yield from ((piece, False) for piece in split(form("assistant", last)[0].rstrip(" ")))
+    messages: Conversation, tokenizer: Tokenizer, asks: bool = False, tools: list | None = None
+) -> str:
+    """Return what the tokenizer's chat template writes. It `asks` if the heading of an answer
+    follows. Raise UserError where the template leaves out a message."""
+    given = [{key: m[key] for key in m if key != "train"} for m in messages]
+    options = dict(tools=tools, add_generation_prompt=asks, **tokenizer.names)
+    text, end = render(tokenizer.template, messages=given, **options), 0
+    for i, message in enumerate(given, 1):
+        content = (message.get("content") or "").strip()
+        if (start := text.find(content, end)) < 0:
+            raise UserError(f"the chat template leaves out message {i}, of the {message['role']}")
+        end = start + len(content)
+    return text
 
 
-def to_ids(pieces: Iterable[tuple[str | int, bool]], tokenizer: Tokenizer) -> Encoded:
-    """Return the ids of pieces, and whether each belongs to an answer.
+def guarded(
+    messages: Conversation, tools: list | None, tokenizer: Tokenizer
+) -> tuple[Conversation, list | None, str]:
+    """Return a conversation and its tools in which no text is the name of a special token: a
+    character, which is returned, too, stands in each name. It occurs nowhere else."""
+    text = json.dumps([messages, tools], ensure_ascii=False)
+    if not (names := [name for name in tokenizer.special if name in text]):
+        return messages, tools, ""
+    guard = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # for private use
 
-    Texts between two special tokens are encoded at once, since seams may matter. An answer is the
-    last of them, and begins where the ids of what is before it end."""
-    ids, of_answer = [], []
-    for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece[0], str)):
-        contents, flags = zip(*group)
-        if is_text:
-            before = "".join(text for text, is_answer in zip(contents, flags) if not is_answer)
-            start, contents = len(tokenizer.encode(before)), tokenizer.encode("".join(contents))
-            flags = (i >= start for i in range(len(contents)))
-        ids += contents
-        of_answer += flags
+    def with_guards(value: Any) -> Any:
+        if isinstance(value, str):
+            for name in names:
+                value = value.replace(name, name[0] + guard + name[1:])
+        elif isinstance(value, list):
+            value = [with_guards(item) for item in value]
+        elif isinstance(value, dict):
+            value = {key: with_guards(item) for key, item in value.items()}
+        return value
+
+    return with_guards(messages), with_guards(tools), guard
+
+
+def to_ids(
+    text: str, tokenizer: Tokenizer, guard: str = "", starts: dict[int, bool] | None = None
+) -> tuple[list[int], list[bool | None]]:
+    """Return the ids of a text with names of special tokens, and for each id whether the answer
+    that it belongs to is trained; None if it belongs to none.
+
+    starts: where answers begin in the text, and whether they are trained
+
+    Text between two special tokens is encoded at once, since seams may matter: an answer in it
+    begins where the ids of what is before it end."""
+    ids, of_answer, trains, end, left = [], [], None, 0, dict(starts or {})
+
+    def encoded(start: int, end: int) -> list[int]:
+        return tokenizer.encode(text[start:end].replace(guard or "\0", "" if guard else "\0"))
+
+    def add(new: list[int], start: int, end: int) -> None:
+        nonlocal trains
+        begins = [at for at in left if start <= at < end]
+        before = len(encoded(start, begins[0])) if begins and begins[0] > start else 0
+        of_answer.extend([trains] * before)
+        if len(begins) > (trains is None):
+            raise UserError(NO_END)
+        trains = left.pop(begins[0]) if begins else trains
+        of_answer.extend([trains] * (len(new) - before))
+        ids.extend(new)
+
+    for match in tokenizer.special_pattern.finditer(text):
+        if match.start() > end:
+            add(encoded(end, match.start()), end, match.start())
+        token, end = tokenizer.special[match[0].strip()], match.end()
+        add([token], match.start(), end)
+        trains = None if token in tokenizer.stop else trains
+    if end < len(text):
+        add(encoded(end, len(text)), end, len(text))
+    if left or trains is not None:
+        raise UserError(NO_END)
     return ids, of_answer
 
 
-def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False) -> Encoded:
+def encode(
+    messages: Conversation,
+    tokenizer: Tokenizer,
+    train_on_prompt: bool = False,
+    tools: list | None = None,
+) -> Encoded:
     """Return the ids of a conversation up to its last answer, and for each id whether it is a
     target: whether the model is trained to predict it.
 
-    Targets are all answers, each with the token that ends it; with `train_on_prompt`, every id but
-    the first. Names of special tokens in a message are encoded as ordinary text."""
-    ids, is_target = to_ids(write_out(messages, tokenizer, asks=False), tokenizer)
-    while not is_target[-1]:  # what separates it from another message
-        del ids[-1], is_target[-1]
-    return ids, [False] + [True] * (len(ids) - 1) if train_on_prompt else is_target
+    Targets are all answers but those that say `train: False`. An answer is what the template writes
+    after it has asked for it, up to a token that ends generation. With `train_on_prompt`, what is
+    no answer is a target, too, but for the first id. Names of special tokens in a message are
+    encoded as ordinary text. Raise UserError where the template leaves out a part of the
+    conversation, or does not tell an answer from the rest."""
+    messages, tools, guard = guarded(messages, tools, tokenizer)
+    text = write_out(messages, tokenizer, tools=tools)
+    for name in MEANT:
+        without = [{key: m[key] for key in m if key != name} for m in messages]
+        if without != messages and write_out(without, tokenizer, tools=tools) == text:
+            raise UserError(f"the chat template writes nothing of {name}: leave it out")
+    if tools and write_out(messages, tokenizer) == text:
+        raise UserError("the chat template writes nothing of tools: leave them out")
+    starts = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = write_out(messages[:i], tokenizer, asks=True, tools=tools) if i else ""
+            if not text.startswith(prompt):
+                raise UserError(
+                    f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and has "
+                    f"something else before it"
+                )
+            start = len(prompt) if i else text.index(message.get("content", "").strip())
+            starts[start] = message.get("train", True)
+    ids, of_answer = to_ids(text, tokenizer, guard, starts)
+    if train_on_prompt:
+        return ids, [i > 0 and trains is not False for i, trains in enumerate(of_answer)]
+    is_target = [trains is True for trains in of_answer]
+    end = len(ids) - is_target[::-1].index(True) if any(is_target) else len(ids)
+    return ids[:end], is_target[:end]
 
 
-def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(
+    messages: Conversation, tokenizer: Tokenizer, tools: list | None = None
+) -> list[int]:
     """Return the ids of a conversation up to where the model is to answer, without a last message
     that is an answer. `encode` of the whole conversation begins with the same ids."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    return to_ids(write_out(prompt, tokenizer, asks=True), tokenizer)[0]
+    prompt, tools, guard = guarded(prompt, tools, tokenizer)
+    return to_ids(write_out(prompt, tokenizer, True, tools), tokenizer, guard)[0]
 
 
 def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
@@ -365,7 +271,7 @@ EXAMPLES, SHOWN = 16, 3  # held-out prompts whose answers are scored, and shown
 
 class Sample(NamedTuple):
     split: str  # "train" or "val"
-    messages: Conversation
+    line: Line
     encoded: tuple[np.ndarray, np.ndarray]  # ids [n] int32, is_target [n] bool
 
 
@@ -404,9 +310,13 @@ def open_samples(
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
-    val.sort(key=lambda sample: zlib.crc32(str(sample.messages).encode()))
+    val.sort(key=lambda sample: zlib.crc32(str(sample.line.messages).encode()))
     val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
-    prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in val)
+    lines = (sample.line for sample in val if "content" in sample.line.messages[-1])
+    prompts = (
+        (encode_prompt(line.messages, tokenizer, line.tools), line.messages[-1]["content"])
+        for line in lines
+    )
     short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
     return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
 
@@ -427,37 +337,27 @@ def _encode_all(
     """Return the samples that have a target within seq_len tokens, which may truncate them, and
     text that says how many were truncated or dropped. Raise UserError if none can be used."""
     usable, truncated, longest = [], 0, 0
-    conversations = list(_conversations(data, reading))
-    for split, messages in with_progress(conversations, "encoding samples"):
-        ids, is_target = encode(messages, tokenizer, train_on_prompt)
+    lines = list(conversations(data, reading))
+    for split, line in with_progress(lines, "encoding samples"):
+        ids, is_target = [], []
+        with reading.one(line.where):
+            try:
+                ids, is_target = encode(line.messages, tokenizer, train_on_prompt, line.tools)
+            except UserError as error:
+                raise UserError(f"{line.where}: {error}")
         length = len(ids) - 1  # slots in a row
         longest = max(longest, length)
         ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
         if any(is_target):
             truncated += length > seq_len
             # In arrays an id and its is_target take 5 bytes, in lists about 48.
-            usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
-    if not conversations:
+            usable.append(Sample(split, line, (np.array(ids, np.int32), np.array(is_target))))
+    if not lines:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
-            f"none of {len(conversations):,} samples fits in --seq-len {seq_len}: the longest "
+            f"none of {len(lines):,} samples fits in --seq-len {seq_len}: the longest "
             f"takes {longest:,} tokens; give a longer --seq-len"
         )
-    counts = {"truncated": truncated, "dropped": len(conversations) - len(usable)}
+    counts = {"truncated": truncated, "dropped": len(lines) - len(usable)}
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)
-
-
-def _conversations(data: list[str], reading: Reading) -> Iterator[tuple[str, Conversation]]:
-    """Yield (split, conversation) for each conversation of --data. Lines of files are held out as
-    in pretraining on the same files."""
-    if data == ["python"] and not Path("python").exists():
-        yield from ((split, messages) for split, _, messages in docstrings())
-        return
-    for path in map(Path, data):
-        inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
-        if not (files := sorted(inside) if path.is_dir() else [path]):
-            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
-        for file in files:
-            for number, messages in read_conversations(file, reading):
-                yield split_of(f"{document_name(file)}:{number}"), messages

@@ -8,63 +8,86 @@ one more before a text, and falls back to bytes for characters that it does not 
 import hashlib
 import json
 import re
-import shutil
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from plumbing.processes import UserError
-from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer, chat_template
+from text.templates import named_tokens, read_settings
+from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
-FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja".split()
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
 
 class PublishedTokenizer(Tokenizer):
     """A tokenizer.json, with the interface of Tokenizer. Raises UserError for what it cannot read.
 
+    added: ids of the tokens that were added and may come from text, by name
+
     The space that SentencePiece's kind puts before a text counts as a byte of it."""
 
     def __init__(self, name: str, path: Path):
-        self.name, self.file, self.word_pattern = name, path, None
+        self.name, self.file = name, path
         try:
             import tokenizers
         except ImportError:
             raise UserError(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
-        config = path.with_name("tokenizer_config.json")
+        content = read_settings(path.parent, path.name)
         try:
-            self.inner, content = tokenizers.Tokenizer.from_file(str(path)), path.read_text()
-            content, config = (json.loads(text) for text in (content, config.read_text()))
+            self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
-            raise UserError(f"{path} and {config.name} are no tokenizer: {error}")
-        model, words = content["model"], json.dumps(content["pre_tokenizer"])
+            raise UserError(f"{path} is no tokenizer: {error}")
+        self.model, words = content["model"], json.dumps(content["pre_tokenizer"])
         is_byte_level = '"ByteLevel"' in words
-        falls_back = model.get("byte_fallback") and '"Metaspace"' not in words
-        if model["type"] != "BPE" or not (is_byte_level or falls_back):
+        falls_back = self.model.get("byte_fallback") and '"Metaspace"' not in words
+        if self.model["type"] != "BPE" or not (is_byte_level or falls_back):
             raise UserError(
-                f"{path} has a {model['type']} and pre-tokenizes by {words:.100}: only byte-level "
-                f"BPE works here, and BPE that falls back to bytes, with its spaces in a normalizer"
+                f"{path} has a {self.model['type']} and pre-tokenizes by {words:.100}: only "
+                f"byte-level BPE works here, and BPE that falls back to bytes, with its spaces in "
+                f"a normalizer"
             )
+        self.word_pattern = _pattern_of(content["pre_tokenizer"]) if is_byte_level else None
         self.inner.no_truncation()
         self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
-        added = {token["content"]: token for token in content["added_tokens"]}
-        self.special = {name: token["id"] for name, token in added.items() if token["special"]}
-        self.pieces = {token["id"]: name.encode() for name, token in added.items()}
-        for token, i in model["vocab"].items():
+        tokens = {token["content"]: token for token in content["added_tokens"]}
+        self.special = {name: token["id"] for name, token in tokens.items() if token["special"]}
+        self.pieces = {token["id"]: name.encode() for name, token in tokens.items()}
+        for token, i in self.model["vocab"].items():
             if i not in self.pieces:
                 self.pieces[i] = _bytes_of(token, is_byte_level)
-        self.vocab_size, self.beginning = max(self.pieces) + 1, self.inner.encode("").ids
-        end = config.get("eos_token")
-        names = [end["content"] if isinstance(end, dict) else end, *STOPS]
-        self.stop = tuple(dict.fromkeys(self.special[n] for n in names if n in self.special))
+        self.vocab_size, self.beginning = max(self.pieces) + 1, self._ids_before_a_text()
+        self.names = named_tokens(read_settings(path.parent))
+        # A token that ends a text need not be special in the file.
+        end = self.names.get("eos_token")
+        if end in tokens:
+            self.special[end] = tokens[end]["id"]
+            self.inner.add_special_tokens([end])
+        self.added = {name: token["id"] for name, token in tokens.items()}
+        self.added = {name: i for name, i in self.added.items() if name not in self.special}
+        self._tokens = tokens
+        found = (self.special[n] for n in [end, *STOPS] if n in self.special)
+        self.stop = tuple(dict.fromkeys(found))
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
         # <|endoftext|> both ends a document and begins the next, as with GPT-2.
         self.eos = self.special.get("<|endoftext|>", self.stop[0])
         self.bos = self.beginning[0] if self.beginning else self.eos
-        self.template = chat_template(path.parent)
+        self.read_settings()
+
+    def _ids_before_a_text(self) -> list[int]:
+        """Return the ids that the file puts before a text. It may put others after it."""
+        whole, text = (self.inner.encode("a", add_special_tokens=on).ids for on in (True, False))
+        return next(whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text)
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern:
+        def pattern(name: str) -> str:
+            left, right = (self._tokens[name][f"{side}strip"] for side in "lr")
+            return r"\s*" * left + re.escape(name) + r"\s*" * right
+
+        return re.compile("|".join(map(pattern, sorted(self.special, key=len, reverse=True))))
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self.inner.encode(text, add_special_tokens=False).ids
@@ -75,17 +98,24 @@ class PublishedTokenizer(Tokenizer):
 
     @cached_property
     def hash(self) -> str:
-        return hashlib.sha256(self.file.read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(self.files["tokenizer.json"]).hexdigest()[:16]
 
-    def save(self, directory: Path) -> dict[str, str]:
-        for path in map(self.file.with_name, FILES):
-            if path.exists() and directory != path.parent:
-                shutil.copy(path, directory)
-        return {"tokenizer": "tokenizer.json", "tokenizer_hash": self.hash}
+    def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        merges = (m.split(" ") if isinstance(m, str) else m for m in self.model["merges"])
+        return self.model["vocab"], [tuple(pair) for pair in merges]
+
+
+def _pattern_of(pre_tokenizer: dict) -> str | None:
+    """Return the regular expression that divides texts into words, if nothing else does."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    regexes = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    return regexes[0] if len(regexes) == 1 and len(steps) == 2 else None
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
     if is_byte_level:
-        return bytes(BYTE_OF_CHARACTER[character] for character in token)
+        of_characters = [BYTE_OF_CHARACTER.get(character) for character in token]
+        # A token with a character outside of the alphabet is text as it is.
+        return token.encode() if None in of_characters else bytes(of_characters)
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()

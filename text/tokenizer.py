@@ -13,6 +13,7 @@ import heapq
 import itertools
 import json
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ import tiktoken
 
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
+from text.templates import SETTINGS, chat_template, default_template, named_tokens, read_settings
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -51,12 +53,14 @@ class Tokenizer:
 
     name: what load_tokenizer was given
     file: the file that the tokenizer was read from, if any
+    files: the content of that file and of those beside it that say how it is used, by name
     vocab, special: ids of the ordinary and of the special tokens
     pieces: bytes of all tokens by id
-    word_pattern: regular expression of the pre-tokenization; None in text/published.py
+    word_pattern: regular expression of the pre-tokenization; None where it takes more than one
     bos, eos: ids of the tokens that begin and end a document
     beginning: ids that stand before a text
-    template: chat template in Jinja; empty if the model has none
+    template: chat template in Jinja
+    names: bos_token, eos_token, ... as text, which a template may write
     stop: ids of the tokens that end generation"""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
@@ -71,13 +75,38 @@ class Tokenizer:
         endoftext = self.special.get("<|endoftext|>")
         self.bos = self.special.get("<|begin_of_text|>", endoftext)
         self.beginning = [self.bos]
-        self.template = CHAT_TEMPLATE if "<|eot_id|>" in self.special else ""
         # With small tokenizers, whose models are pretrained here, a document ends as an answer
         # does: fine-tuning cannot teach a model to end with a token that it has never seen.
         end = "<|eot_id|>" if len(self.special) == N_SMALL_SPECIAL else "<|end_of_text|>"
         self.eos = self.special.get(end, endoftext)
         stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
         self.stop = tuple(self.special[token] for token in stops if token in self.special)
+        name_of = {i: token for token, i in self.special.items()}
+        end = "<|eot_id|>" if "<|eot_id|>" in self.special else name_of[self.eos]
+        self.names = {"bos_token": name_of[self.bos], "eos_token": end}
+        self.read_settings()
+
+    def read_settings(self) -> None:
+        """Keep the tokenizer's file and those beside it, and take from them what a chat needs."""
+        self.files = {}
+        settings, ends, self.template = {}, None, ""
+        if self.file:
+            is_original = self.file.parent.name == "original"
+            home = self.file.parent.parent if is_original else self.file.parent
+            name = "tokenizer.json" if self.file.suffix == ".json" else "tokenizer.model"
+            self.files[name] = self.file.read_bytes()
+            self.files |= {n: (home / n).read_bytes() for n in SETTINGS if (home / n).is_file()}
+            settings, self.template = read_settings(home), chat_template(home)
+            ends = read_settings(home, "generation_config.json").get("eos_token_id")
+        self.names |= named_tokens(settings)
+        ends = [i for i in (ends if isinstance(ends, list) else [ends]) if i in self.pieces]
+        self.stop = tuple(dict.fromkeys([*self.stop, *ends]))
+        self.template = self.template or default_template(self.special, bool(self.beginning))
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern:
+        """What matches the name of a special token, with spaces that belong to it."""
+        return re.compile("|".join(map(re.escape, self.special)))
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text. Names of special tokens in it are encoded as ordinary text."""
@@ -131,13 +160,30 @@ class Tokenizer:
         return vocab, merges
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write the tokenizer to DIRECTORY/tokenizer.model, unless its name is enough to load it.
-        Return what the directory's metadata are to say of it."""
-        if self.file:
-            tokens = sorted(self.vocab, key=self.vocab.get)
-            (directory / "tokenizer.model").write_bytes(_model_file(tokens))
-        name = "tokenizer.model" if self.file else self.name
+        """Write the tokenizer's files, unless its name is enough to load it. Return what the
+        directory's metadata are to say of it."""
+        for name, content in self.files.items():
+            (directory / name).write_bytes(content)
+        name = next(iter(self.files), self.name)
         return {"tokenizer": name, "tokenizer_hash": self.hash}
+
+    def save_published(self, directory: Path) -> None:
+        """Write its files for transformers: what is missing is made, and what a chat needs beyond
+        a base's is added, which are a template and the tokens that end an answer."""
+        self.save(directory)
+        made = {
+            "tokenizer.json": lambda: json.dumps(_published(self), ensure_ascii=False),
+            "tokenizer_config.json": lambda: json.dumps(CONFIG | self.names, indent=1),
+        }
+        for name, make in made.items():
+            if self.files and name not in self.files:
+                (directory / name).write_text(make(), encoding="utf-8")
+        if not chat_template(directory):
+            (directory / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        settings = read_settings(directory, "generation_config.json")
+        if settings:
+            ends = json.dumps(settings | {"eos_token_id": list(self.stop)}, indent=2)
+            (directory / "generation_config.json").write_text(ends)
 
 
 # -------------------------------------------------------------------------------------- loading
@@ -162,13 +208,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         if not path.exists():
             print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
             train_tokenizer(["python"], int(python_size[1]), path)
-    if path.suffix == ".json" and path.is_file() and not _is_llama_3(path):
+    if path.suffix == ".json" and path.is_file():
         from text.published import PublishedTokenizer
 
-        return PublishedTokenizer(name, path)
+        return _read_tokenizer_json(name, path) or PublishedTokenizer(name, path)
     if path.is_file():
-        vocab = _read_tokenizer_json(path) if path.suffix == ".json" else _read_model_file(path)
-        if sorted(vocab.values()) != list(range(len(vocab))) or len(vocab) < 256:
+        vocab = _read_model_file(path)
+        if not _are_ids_of_all(vocab):
             raise UserError(
                 f"{path} is no tokenizer: expected ids 0, 1, 2, ... of 256 tokens or more"
             )
@@ -184,12 +230,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def find_tokenizer(directory: Path) -> Path | None:
-    """Return the tokenizer file in a model directory. Meta's models on Hugging Face have it in the
-    subdirectory `original`. A tokenizer.json is preferred to SentencePiece's file, which begins
-    with a line end."""
-    names = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
-    found = [directory / name for name in names if (directory / name).is_file()]
-    return min(found, key=lambda path: path.read_bytes()[:1] == b"\n", default=None)
+    """Return the tokenizer file in a model directory. A tokenizer.json may have more tokens than a
+    tokenizer.model, which Meta's models on Hugging Face have in the subdirectory `original`."""
+    names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+    return next((directory / name for name in names if (directory / name).is_file()), None)
+
+
+def _are_ids_of_all(vocab: dict[bytes, int]) -> bool:
+    return len(vocab) >= 256 and sorted(vocab.values()) == list(range(len(vocab)))
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
@@ -233,29 +281,12 @@ CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE}
 CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
 
-# Llama 3's chat format as a Jinja template, for transformers; the same as in text/chat.py.
-# It is worded as Meta's is, by whose likeness ollama recognizes the format.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + "
-    "('ipython' if message['role'] == 'tool' else message['role']) + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.first %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "{% endif %}"
-)
+
+CONFIG = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
 
 
-def chat_template(directory: Path) -> str:
-    """Return the chat template of Hugging Face's files; empty if there is none, or several."""
-    jinja, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if jinja.exists():
-        return jinja.read_text()
-    template = json.loads(config.read_text()).get("chat_template") if config.exists() else ""
-    return template if isinstance(template, str) else ""
-
-
-def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Write a tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
+def _published(tokenizer: Tokenizer) -> dict:
+    """Return the content of a tokenizer.json."""
     vocab, merges = tokenizer.in_printable_characters()
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     pattern = {"Regex": tokenizer.word_pattern}
@@ -267,8 +298,9 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     # A word that is a token needs no merges.
     model = dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges)
-    content = {
+    return {
         "version": "1.0",
+        "normalizer": None,
         "added_tokens": special,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
@@ -280,30 +312,42 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         "decoder": byte_level,
         "model": model,
     }
-    (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|eot_id|>",
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-def _is_llama_3(path: Path) -> bool:
-    """Return whether a tokenizer.json divides text into words, and names tokens, as Llama 3's."""
-    content = path.read_text(errors="replace")
-    return json.dumps(WORD_PATTERN) in content and f'"{SPECIAL[0]}"' in content
-
-
-def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
-    """Return the ordinary tokens of a Llama 3 tokenizer.json with their ids."""
+def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
+    """Return the tokenizer in a tokenizer.json if it is just what is written for one of these: for
+    Meta's, or for one that was trained here. Only then can tiktoken read it; else return None."""
+    theirs = read_settings(path.parent, path.name)
     try:
-        vocab = json.loads(path.read_text())["model"]["vocab"]
-        return {bytes(map(BYTE_OF_CHARACTER.get, token)): i for token, i in vocab.items()}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {type(error).__name__} {error}")
+        model = theirs["model"]
+        vocab = {bytes(map(BYTE_OF_CHARACTER.get, t)): i for t, i in model["vocab"].items()}
+        if not _are_ids_of_all(vocab):
+            return None
+        tokenizer = Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
+        ours = _published(tokenizer)
+        processors = theirs["post_processor"].get("processors", [theirs["post_processor"]])
+        starts = [part["single"] for part in processors if part["type"] == "TemplateProcessing"]
+        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        added = [(t["content"], t["id"]) for t in theirs["added_tokens"] if t["special"]]
+        same = [
+            starts == [ours["post_processor"]["single"]],
+            theirs["pre_tokenizer"] == ours["pre_tokenizer"],
+            theirs.get("normalizer") is None,
+            merges == ours["model"]["merges"] and model.get("ignore_merges"),
+            len(added) == len(theirs["added_tokens"]),
+            added == list(tokenizer.special.items()) or added == _names_of_llama_3(len(vocab)),
+        ]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return tokenizer if all(same) else None
+
+
+def _names_of_llama_3(first_id: int) -> list[tuple[str, int]]:
+    """Return the special tokens of Llama 3.0, which has fewer names than later ones, with ids."""
+    reserved = itertools.count()
+    named = {SPECIAL[i] for i in (0, 1, 6, 7, 9)}
+    names = (t if t in named else f"<|reserved_special_token_{next(reserved)}|>" for t in SPECIAL)
+    return [(token, first_id + i) for i, token in enumerate(names)]
 
 
 # ------------------------------------------------------------------------------------- training
