@@ -367,7 +367,7 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Write a checkpoint at `target` of a model with an adapter, or that of a run, added."""
-    adapter = directories.find_adapter(adapter)
+    adapter = directories.find_adapter(adapter, base)
     config, stored = open_weights(base)
     merged = merged_weights(stored, adapter, config)
     flags = dict(init=str(base.resolve()), adapter=adapter.name)

@@ -120,7 +120,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Readin
         unfinished.mkdir()
         n_tokens = _write_token_files(unfinished, files, tokenizer, reading)
         metadata = tokenizer.save(unfinished) | n_tokens
-        (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
+        (unfinished / "data.json").write_text(json.dumps(metadata, indent=1), "utf-8")
         try:
             os.rename(unfinished, out)
         except OSError:
@@ -222,7 +222,7 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
     metadata = directory / "data.json"
     if not metadata.is_file():
         raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
-    name = json.loads(metadata.read_text())["tokenizer"]
+    name = json.loads(metadata.read_text("utf-8"))["tokenizer"]
     return str(directory / name) if name.startswith("tokenizer.") else name
 
 
@@ -287,7 +287,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
     those of other projects, are not checked."""
     paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
-        if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
+        if json.loads(metadata.read_text("utf-8"))["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
                 f"the token files in {metadata.parent} were not made with tokenizer "
                 f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"

@@ -254,7 +254,7 @@ def main() -> None:
     process = init_distributed()
     process.check_same_flags(vars(args))
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
-    args.adapter = args.adapter and find_adapter(args.adapter)
+    args.adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     longest = metadata["model"].max_seq_len
     flags = metadata.get("flags", {})  # the run's, to evaluate as it did
     args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))

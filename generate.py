@@ -87,7 +87,7 @@ def sample(
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
     the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
     al. 2020, arXiv:1904.09751)."""
-    if temperature == 0:
+    if temperature < 1e-30:  # by which a logit may not be divided
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
     if top_k > 0:
@@ -250,7 +250,7 @@ def main() -> None:
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
-    args.adapter = args.adapter and find_adapter(args.adapter)
+    args.adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:

@@ -48,7 +48,7 @@ def read_run(directory: Path) -> dict:
     rows = read_lines(path)
     config = {}
     with contextlib.suppress(OSError, ValueError):
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text("utf-8"))
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     evaluations = [
@@ -75,7 +75,7 @@ def read_run(directory: Path) -> dict:
 def page_of(runs: list[dict]) -> str:
     """Return the page. "<" is escaped, so that no text of a run can end the script it stands in."""
     content = json.dumps({"runs": runs})
-    return TEMPLATE.read_text().replace("RUNS_AS_JSON", content.replace("<", "\\u003c"))
+    return TEMPLATE.read_text("utf-8").replace("RUNS_AS_JSON", content.replace("<", "\\u003c"))
 
 
 def main() -> None:

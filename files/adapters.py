@@ -37,8 +37,8 @@ ACCEPTED = dict(
     init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
         "lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
-        "layers_to_transform layer_replication trainable_token_indices target_parameters "
-        "use_qalora alora_invocation_tokens arrow_config exclude_modules use_bdlora".split(),
+        "layer_replication trainable_token_indices target_parameters use_qalora "
+        "alora_invocation_tokens arrow_config use_bdlora".split(),
         (None, False, {}, []),
     ),
 )
@@ -110,7 +110,7 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / PEFT_FILES[0]).write_text(json.dumps(content, indent=1))
+    (directory / PEFT_FILES[0]).write_text(json.dumps(content, indent=1), "utf-8")
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -133,6 +133,12 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         if (value := content.get(key, values[0])) not in values:
             raise UserError(f"{path} has {key} {value!r:.80}: here only LoRA and DoRA work")
 
+    outside = {"embed_tokens", "lm_head"} & {part for name in found for part in name.split(".")}
+    if outside:
+        raise UserError(
+            f"{file} changes {' and '.join(sorted(outside))}: here an adapter changes matrices of "
+            f"blocks, and its base has the vocabulary that it was made with"
+        )
     targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
     # Matrices that have factors in the file, and those that the config lists: q_proj, k_proj, ...
     in_file = {name.split(".lora_")[0].split(".")[-1] for name in found if ".lora_" in name}
@@ -153,6 +159,12 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         model = Llama(config)
         add_adapters(model, lora)
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
+    # A matrix without factors is not adapted: its factors are zero. DoRA has magnitudes of each.
+    for layer in {name.rpartition(".")[0] for name in shapes} if not lora.dora else ():
+        names = {peft_name(f"{layer}.{kind}"): f"{layer}.{kind}" for kind in ("lora_A", "lora_B")}
+        if not names.keys() & found.keys():
+            zeros = {n: torch.zeros(shapes[ours]) for n, ours in names.items()}
+            found |= {n: StoredTensor.of(tensor) for n, tensor in zeros.items()}
     check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
     return lora, {
         name: found[peft_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file
-from files.formats import JsonFile, is_hf, is_meta, open_hf, open_meta
+from files.formats import JsonFile, is_hf, is_meta, note, open_hf, open_meta
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
@@ -71,6 +71,10 @@ def find_checkpoint(directory: Path) -> Path:
     Raises UserError if neither is one of our checkpoints or a directory of Meta or Hugging Face."""
     for found in (directory, *checkpoints(directory)[-1:]):
         if has_weights(found) or is_meta(found) or is_hf(found):
+            if is_adapter(found):
+                note(
+                    f"{found} holds an adapter beside the model: give --adapter {found} to apply it"
+                )
             return found
         if is_adapter(found):
             base = JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
@@ -84,12 +88,20 @@ def find_checkpoint(directory: Path) -> Path:
     )
 
 
-def find_adapter(directory: Path) -> Path:
-    """Return the directory with an adapter: the given one, or the newest checkpoint of a run."""
+def find_adapter(directory: Path, base: Path) -> Path:
+    """Return the directory with an adapter: the given one, or the newest checkpoint of a run. Warn
+    if it was trained beside another model than `base`, as far as can be known."""
     for found in (directory, *checkpoints(directory)[-1:]):
         if is_adapter(found):
             if (found / CHECKSUMS).exists():
                 verify(found, "adapter")
+            named = str(JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path") or base)
+            if Path(named).is_dir():
+                is_other = find_checkpoint(Path(named)).resolve() != base.resolve()
+            else:  # a name on the hub, or a path elsewhere: the directory is likely called the same
+                is_other = is_hf(base) and Path(named).name not in base.resolve().parts
+            if is_other:
+                note(f"the adapter in {found} was trained beside {named}, and not {base}")
             return found
     raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
 
@@ -189,12 +201,12 @@ def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, diges
     no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
     metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
     metadata["logits"] = small_logits()
-    metadata_file(directory).write_text(json.dumps(metadata, indent=1, default=str))
+    metadata_file(directory).write_text(json.dumps(metadata, indent=1, default=str), "utf-8")
     small = [path for path in directory.glob("*") if path.is_file()]
     digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     own = hashlib.sha256(lines.encode()).hexdigest()
-    (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n")
+    (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n", "utf-8")
     sync(*directory.glob("*"), directory)
 
 

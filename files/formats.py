@@ -8,8 +8,10 @@ Files are memory-mapped, and a weight is read only when `StoredTensor.read` is c
 that loads its shard of a 70B model holds one full matrix at a time beside its shard.
 """
 
+import functools
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import KVCache, Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.processes import UserError, print_rank_zero
 from text.tokenizer import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
@@ -144,7 +146,7 @@ class JsonFile(dict):
 
     def __init__(self, path: Path):
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error}")
         if not isinstance(content, dict):
@@ -212,9 +214,11 @@ def hf_config(directory: Path) -> LlamaConfig:
     Raises UserError for models other than Llama, and for variants that model.py does not have."""
     path = directory / "config.json"
     content = JsonFile(path)
-    # transformers 4 has rope_theta, and rope_scaling beside it, which is null without scaling.
-    # transformers 5 has both in one dictionary, rope_parameters.
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    for key in [key for key, value in content.items() if value is None]:
+        del content[key]  # a null is a missing field
+    # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
+    # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
     if content["model_type"] not in MODEL_TYPES:
@@ -241,10 +245,21 @@ def hf_config(directory: Path) -> LlamaConfig:
     )
 
 
+@functools.cache
+def note(text: str) -> None:
+    """Say once what was taken of two things."""
+    print_rank_zero(f"note: {text}", file=sys.stderr)
+
+
 def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory that transformers' save_pretrained has written."""
-    config = hf_config(directory)
-    if (index := directory / "model.safetensors.index.json").exists():
+    config, whole = hf_config(directory), "model.safetensors"
+    index = directory / f"{whole}.index.json"
+    if (directory / whole).exists():
+        files = [whole]  # as transformers does
+        if index.exists():
+            note(f"{directory} has {whole}, which is read, and shards, which are not")
+    elif index.exists():
         weight_map = JsonFile(index)["weight_map"]
         files = sorted(set(weight_map.values()))
     else:
@@ -294,7 +309,9 @@ def save_hf(
             "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
             "weight_map": {name: file for file, part in zip(file_names, files) for name in part},
         }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=1), "utf-8"
+        )
     for file_name, tensors in zip(file_names, files):
         save_safetensors(directory / file_name, tensors, {"format": "pt"})
 
@@ -311,7 +328,7 @@ def save_hf(
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    (directory / "config.json").write_text(json.dumps(content, indent=1))
+    (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")
     if tokenizer:
         tokenizer.save_published(directory)
 
@@ -416,4 +433,4 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
         params["use_scaled_rope"] = True
     if config.rope_scaling not in (1.0, 32.0 if config.tie_embeddings else 8.0):
         params["rope_scaling_factor"] = config.rope_scaling
-    (directory / "params.json").write_text(json.dumps(params, indent=1))
+    (directory / "params.json").write_text(json.dumps(params, indent=1), "utf-8")

@@ -39,7 +39,11 @@ Q8_0 = "q8_0"  # 8 bits a weight, and for BLOCK weights in a row a scale in floa
 BLOCK = 32
 TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
 DType = torch.dtype | str
-NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+# llama.cpp's names of patterns that divide text. A tokenizer of bytes merges nothing, so that its
+# pattern does not matter.
+PATTERNS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
+PATTERNS[WORD_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")] = "qwen2"
 
 
 def save_gguf(
@@ -116,28 +120,30 @@ def slowdown(config: LlamaConfig) -> Tensor:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model with `size` tokens."""
-    # llama.cpp knows Llama 3's pattern as "llama-bpe". A tokenizer of bytes merges nothing, so that
-    # its pattern does not matter.
-    if tokenizer.word_pattern not in (WORD_PATTERN, BYTES_PATTERN):
+    if tokenizer.word_pattern not in PATTERNS:
         raise UserError(
-            f"tokenizer {tokenizer.name} divides text in another way than Llama 3's: llama.cpp's "
-            f"own converter may make a GGUF file of what --format hf writes"
+            f"tokenizer {tokenizer.name} divides text in another way than Llama 3's and Qwen2's: "
+            f"llama.cpp's own converter may make a GGUF file of what --format hf writes"
         )
     vocab, merges = tokenizer.in_printable_characters()
     tokens, kinds = [f"[unused {i}]" for i in range(size)], np.full(size, UNUSED, "<i4")
-    for known, kind in ((vocab, NORMAL), (tokenizer.special, CONTROL)):
+    groups = (vocab, NORMAL), (tokenizer.added, USER_DEFINED), (tokenizer.special, CONTROL)
+    for known, kind in groups:
         for token, i in known.items():
             tokens[i], kinds[i] = token, kind
     described = {
         "model": "gpt2",
-        "pre": "llama-bpe",
+        "pre": PATTERNS[tokenizer.word_pattern],
         "tokens": tokens,
         "token_type": kinds,
         "merges": [" ".join(pair) for pair in merges],
         "bos_token_id": tokenizer.bos,
         "eos_token_id": tokenizer.eos,
-        "add_bos_token": True,
+        "add_bos_token": bool(tokenizer.beginning),
     }
+    # llama.cpp stops at three tokens that a file names, and at others whose names it knows.
+    ends = [token for token in tokenizer.stop if token != tokenizer.eos]
+    described |= {f"{name}_token_id": token for name, token in zip(("eot", "eom"), ends)}
     return {f"tokenizer.ggml.{key}": value for key, value in described.items()}
 
 

@@ -19,7 +19,7 @@ def read_measurement(file: Path) -> tuple[dict, Machine]:
 
     Raises UserError where the file is no such report."""
     try:
-        report = json.loads(file.read_text())
+        report = json.loads(file.read_text("utf-8"))
         if report["compute"]:
             return report, measured_machine(report)
         problem = "it was written without --model"

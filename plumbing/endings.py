@@ -45,7 +45,7 @@ def report(message: str) -> None:
         import json  # not above: the handler of Ctrl-C is to be there soon
 
         content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError), open(path, "w") as file:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": content}, file)
 
 

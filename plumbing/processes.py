@@ -317,6 +317,8 @@ _error: Exception | None = None  # that ends this process; where others wait for
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
     rank; so does a full or read-only disk."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # what a terminal lacks
     try:
         main()
     except KeyboardInterrupt:

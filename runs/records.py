@@ -146,10 +146,10 @@ class Recorder(contextlib.AbstractContextManager):
         out = self.args.out
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         kept = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done)
         write_atomically(path, "".join(kept))
-        self.file = open(path, "a", buffering=1)
+        self.file = open(path, "a", buffering=1, encoding="utf-8")
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
@@ -161,7 +161,7 @@ def best_loss(out: Path) -> float:
     best, record = out / "best", out / "metrics.jsonl"
     if not (best.exists() and record.exists()):
         return math.inf
-    rows = map(json.loads, record.read_text().splitlines())
+    rows = map(json.loads, record.read_text("utf-8").splitlines())
     step = int(best.resolve().name.removeprefix("step-"))
     return next((row["val_loss"] for row in rows if row["step"] == step), math.inf)
 
@@ -280,7 +280,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file by a complete new one: a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
+    temporary.write_text(text, "utf-8")
     os.replace(temporary, path)
 
 

@@ -102,7 +102,7 @@ def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
         return [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
     if not Path(name).is_file():
         raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
-    lines = [line.partition("#")[0] for line in Path(name).read_text().splitlines()]
+    lines = [line.partition("#")[0] for line in Path(name).read_text("utf-8").splitlines()]
     return [line for line in lines if line.strip()]
 
 
@@ -349,7 +349,7 @@ def main() -> None:
     waits = f"{bubble(spans):.1%} of the time is waiting, if backward takes two forwards"
     print(f"{waits}; ranks hold {most} microbatches{' of a stage each' * (v > 1)}")
     if args.plot:
-        args.plot.write_text(draw_svg(spans, f"{args.schedule}: {waits}"))
+        args.plot.write_text(draw_svg(spans, f"{args.schedule}: {waits}"), "utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import unicodedata
 import urllib.request
 from dataclasses import replace
 from subprocess import PIPE
@@ -12,7 +13,15 @@ import pytest
 import torch
 from conftest import ROOT
 from test_formats import META_TEMPLATE, TALK, our_model, saved
-from test_tokenizer import hard_strings
+from test_tokenizer import (
+    ends_by_a_word,
+    hard_strings,
+    llama_3_kind,
+    trained_anew,
+    tuned_to_chatml,
+    with_a_word,
+    write,
+)
 
 from checkpoint import export_weights
 from files.gguf import Q8_0, encoded, save_gguf
@@ -113,6 +122,32 @@ def test_llama_cpp_tokenizes_and_chats_alike(tokenizer, tmp_path):
     assert llama_cpp.tokens(prompt, special=True) == encode_prompt(TALK, tokenizer)
     answer = llama_cpp.ask("/v1/chat/completions", messages=TALK, max_tokens=3)
     assert answer["usage"]["prompt_tokens"] == len(encode_prompt(TALK, tokenizer))
+
+
+@pytest.mark.parametrize("change", [tuned_to_chatml, with_a_word, trained_anew, ends_by_a_word, 0])
+def test_llama_cpp_reads_the_tokens_of_other_models(change, tmp_path):
+    """Added tokens have their names and kinds, and generation ends at the same ones."""
+    if change:
+        ours, _ = llama_3_kind(tmp_path, change)
+    else:
+        ours = load_tokenizer(str(write(tmp_path / "qwen", "qwen3")))
+    config = replace(PLAIN, vocab_size=ours.vocab_size + 3)
+    path = exported(tmp_path, config, ours)[1]
+    llama_cpp = LlamaCpp(path)
+    for text in (*hard_strings(500), "Hi <tool_call>x<think>"):
+        if change or text == unicodedata.normalize("NFC", text):  # llama.cpp does not normalize
+            assert llama_cpp.tokens(text) == ours.encode(text), text
+    assert llama_cpp.tokens("Hi", special=True) == ours.encode("Hi", bos=True)
+    prompt = llama_cpp.ask("/apply-template", messages=TALK)["prompt"]
+    ids = encode_prompt(TALK, ours)
+    # llama.cpp begins each prompt as texts begin, also where the template does not.
+    begins = [] if ids[0] == ours.bos else ours.beginning
+    assert llama_cpp.tokens(prompt, special=True) == begins + ids
+    for token in ours.stop:
+        bias = dict(logit_bias=[[token, 1000.0]], ignore_eos=False)
+        body = dict(prompt=ours.encode("Hi", bos=True), n_predict=5, temperature=0, **bias)
+        said = llama_cpp.ask("/completion", **body)
+        assert said["stop_type"] == "eos" and said["tokens_predicted"] <= 2, token
 
 
 def test_the_template_is_known_to_ollama():

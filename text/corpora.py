@@ -25,6 +25,8 @@ from plumbing.processes import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
 VAL_FRACTION = 0.05  # held out for validation
+MESSAGES = {"messages", "conversations"}  # fields with a list that is one record
+BOM = "\ufeff"  # a byte order mark, with which some programs begin a file: it is no text
 
 
 class Piece(NamedTuple):
@@ -59,7 +61,7 @@ class Reading:
         """Write a file with a line for each document that was left out, if any was, and say so."""
         if self.left_out:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{line}\n" for line in self.left_out))
+            path.write_text("".join(f"{line}\n" for line in self.left_out), "utf-8")
             print(f"left out {len(self.left_out):,} documents: {path}", file=sys.stderr)
 
 
@@ -194,9 +196,11 @@ def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
             if split == "train" and left <= 0:
                 split, starts_document = "val", True
             size = PIECE_BYTES if split == "val" else int(min(PIECE_BYTES, left))
+            begins = file.tell() == 0
             if not (raw := file.read(size) + file.readline()):
                 return
-            yield Piece(_decode(raw, str(path)), starts_document, split)
+            text = _decode(raw, str(path))
+            yield Piece(text.removeprefix(BOM) if begins else text, starts_document, split)
             starts_document = False
 
 
@@ -223,14 +227,21 @@ def read_records(
 
     def parse(raw: bytes, where: str) -> object:
         with contextlib.suppress(ValueError, RecursionError):  # not JSON, or nested too deep
-            return json.loads(_decode(raw, where).removeprefix("\ufeff"))
+            return json.loads(_decode(raw, where).removeprefix(BOM))
 
     with reading.one(str(path)), open_file(path) as file:
         found = file
         if kind_of(path) == ".json":
             whole = file.read()
-            array = parse(whole, str(path))
-            found = array if isinstance(array, list) else whole.splitlines(keepends=True)
+            value = parse(whole, str(path))
+            found = value if isinstance(value, list) else whole.splitlines(keepends=True)
+            if isinstance(value, dict):
+                inside = [k for k in value.keys() - MESSAGES if isinstance(value[k], list)]
+                if len(found) > 1 or inside == [*value]:
+                    which = f"the list in {inside[0]!r}" if inside else "a list of objects"
+                    raise UserError(f"{path} is one JSON object: give {which}, or an object a line")
+            if value is None and whole.lstrip()[:1] == b"[":
+                raise UserError(f"{path} begins as a list, and is no JSON: is it complete?")
         for number, line in enumerate(found, 1):
             is_line = isinstance(line, bytes)
             if is_line and line.isspace():

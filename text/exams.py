@@ -39,7 +39,7 @@ class Exam:
                 raise UserError(f'{where}: "choices" is {choices!r:.60}: give a list of strings')
             for choice in choices:
                 check_string(choice, f"{where}: a choice is")
-            if choices and answer not in range(len(choices)):
+            if choices and (type(answer) is not int or answer not in range(len(choices))):
                 raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
             if not choices and "\n" in check_string(answer, f'{where}: "answer" is').strip():
                 raise UserError(f'{where}: "answer" has several lines: give one')

@@ -23,8 +23,6 @@ STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 class PublishedTokenizer(Tokenizer):
     """A tokenizer.json, with the interface of Tokenizer. Raises UserError for what it cannot read.
 
-    added: ids of the tokens that were added and may come from text, by name
-
     The space that SentencePiece's kind puts before a text counts as a byte of it."""
 
     def __init__(self, name: str, path: Path):

@@ -55,6 +55,7 @@ class Tokenizer:
     file: the file that the tokenizer was read from, if any
     files: the content of that file and of those beside it that say how it is used, by name
     vocab, special: ids of the ordinary and of the special tokens
+    added: ids of others that were added to the ordinary ones, and are found before any merge
     pieces: bytes of all tokens by id
     word_pattern: regular expression of the pre-tokenization; None where it takes more than one
     bos, eos: ids of the tokens that begin and end a document
@@ -67,6 +68,7 @@ class Tokenizer:
         self.name, self.encoding, self.file = name, encoding, file
         self.vocab: dict[bytes, int] = encoding._mergeable_ranks
         self.special: dict[str, int] = encoding._special_tokens
+        self.added: dict[str, int] = {}
         self.pieces = {i: token for token, i in self.vocab.items()}
         self.pieces |= {i: name.encode() for name, i in self.special.items()}
         self.word_pattern = encoding._pat_str
@@ -183,7 +185,7 @@ class Tokenizer:
         settings = read_settings(directory, "generation_config.json")
         if settings:
             ends = json.dumps(settings | {"eos_token_id": list(self.stop)}, indent=2)
-            (directory / "generation_config.json").write_text(ends)
+            (directory / "generation_config.json").write_text(ends, "utf-8")
 
 
 # -------------------------------------------------------------------------------------- loading
