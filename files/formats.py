@@ -22,6 +22,7 @@ from torch import Tensor
 from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import KVCache, Llama, LlamaConfig
+from plumbing.json_files import read_json
 from plumbing.processes import UserError, print_rank_zero
 from text.tokenizer import Tokenizer
 
@@ -145,13 +146,7 @@ class JsonFile(dict):
     """The JSON object in a file. Raises UserError for a damaged file and for a missing key."""
 
     def __init__(self, path: Path):
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is damaged: {error}")
-        if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: it is not a JSON object")
-        super().__init__(content)
+        super().__init__(read_json(path))
         self.path = path
 
     def __missing__(self, key: str):

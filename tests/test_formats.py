@@ -457,3 +457,50 @@ def test_a_tokenizer_of_another_kind_is_left_behind(tmp_path, capsys):
     assert not (tmp_path / "meta" / "tokenizer.model").exists()
     import_weights(hf, tmp_path / "run", "bytes")
     assert read_config(tmp_path / "run")["tokenizer"] == "bytes"
+
+
+SCALED_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)  # fmt: skip
+
+
+SCALED_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=8192)  # fmt: skip
+
+
+def read_alike(directory: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logits_agree(load_pretrained(directory), theirs)
+
+
+def with_settings(directory: Path, **settings) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@torch.no_grad()
+def test_what_a_directory_says_twice_is_read_as_by_transformers(tmp_path, capsys):
+    model = our_model(replace(PLAIN, vocab_size=101))
+    hf = saved_hf(tmp_path / "hf", model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    theirs.save_pretrained(hf)  # with rope_parameters
+    for rope in (SCALED_ROPE, SCALED_ROPE | {"rope_theta": 30_000.0}):
+        with_settings(hf, rope_scaling=rope)  # as cards of models say
+        read_alike(hf)
+    with_settings(hf, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(UserError, match="RoPE of type 'linear'"):
+        load_pretrained(hf)
+    # A null is a missing field, and a model may lie beside other weights.
+    with_settings(hf, rope_scaling=None, head_dim=None)
+    theirs.model.norm.weight.mul_(2)
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size=30_000)
+    for path in (tmp_path / "shards").glob("model*"):
+        shutil.copy(path, hf)
+    capsys.readouterr()
+    read_alike(hf)
+    assert f"{hf} has model.safetensors, which is read, and shards" in capsys.readouterr().err
+    (hf / "model.safetensors").unlink()
+    read_alike(hf)
+    wide = our_model(replace(PLAIN, vocab_size=101, n_kv_heads=PLAIN.n_heads))
+    many = saved_hf(tmp_path / "many", wide)
+    with_settings(many, num_key_value_heads=None)
+    read_alike(many)

@@ -13,15 +13,9 @@ import pytest
 import torch
 from conftest import ROOT
 from test_formats import META_TEMPLATE, TALK, our_model, saved
-from test_tokenizer import (
-    ends_by_a_word,
-    hard_strings,
-    llama_3_kind,
-    trained_anew,
-    tuned_to_chatml,
-    with_a_word,
-    write,
-)
+from test_published import ends_by_a_word, llama_3_kind, trained_anew, tuned_to_chatml, with_a_word
+from test_published import write as write_kind
+from test_tokenizer import hard_strings
 
 from checkpoint import export_weights
 from files.gguf import Q8_0, encoded, save_gguf
@@ -130,7 +124,7 @@ def test_llama_cpp_reads_the_tokens_of_other_models(change, tmp_path):
     if change:
         ours, _ = llama_3_kind(tmp_path, change)
     else:
-        ours = load_tokenizer(str(write(tmp_path / "qwen", "qwen3")))
+        ours = load_tokenizer(str(write_kind(tmp_path / "qwen", "qwen3")))
     config = replace(PLAIN, vocab_size=ours.vocab_size + 3)
     path = exported(tmp_path, config, ours)[1]
     llama_cpp = LlamaCpp(path)

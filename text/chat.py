@@ -20,7 +20,7 @@ import math
 import zlib
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,11 +36,6 @@ from text.tokenizer import Tokenizer
 Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
 
 # ----------------------------------------------------------------- from conversations to tokens
-
-NO_END = (
-    "the chat template ends an answer with no token that ends generation: name one as eos_token in "
-    "tokenizer_config.json"
-)
 
 
 def write_out(
@@ -63,62 +58,23 @@ def guarded(
     messages: Conversation, tools: list | None, tokenizer: Tokenizer
 ) -> tuple[Conversation, list | None, str]:
     """Return a conversation and its tools in which no text is the name of a special token: a
-    character, which is returned, too, stands in each name. It occurs nowhere else."""
+    character that occurs nowhere else stands inside such names. It is returned, too."""
     text = json.dumps([messages, tools], ensure_ascii=False)
-    if not (names := [name for name in tokenizer.special if name in text]):
-        return messages, tools, ""
     guard = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # for private use
-
-    def with_guards(value: Any) -> Any:
-        if isinstance(value, str):
-            for name in names:
-                value = value.replace(name, name[0] + guard + name[1:])
-        elif isinstance(value, list):
-            value = [with_guards(item) for item in value]
-        elif isinstance(value, dict):
-            value = {key: with_guards(item) for key, item in value.items()}
-        return value
-
-    return with_guards(messages), with_guards(tools), guard
+    for name in tokenizer.special:
+        text = text.replace(name, name[0] + guard + name[1:])
+    return *json.loads(text), guard
 
 
-def to_ids(
-    text: str, tokenizer: Tokenizer, guard: str = "", starts: dict[int, bool] | None = None
-) -> tuple[list[int], list[bool | None]]:
-    """Return the ids of a text with names of special tokens, and for each id whether the answer
-    that it belongs to is trained; None if it belongs to none.
-
-    starts: where answers begin in the text, and whether they are trained
-
-    Text between two special tokens is encoded at once, since seams may matter: an answer in it
-    begins where the ids of what is before it end."""
-    ids, of_answer, trains, end, left = [], [], None, 0, dict(starts or {})
-
-    def encoded(start: int, end: int) -> list[int]:
-        return tokenizer.encode(text[start:end].replace(guard or "\0", "" if guard else "\0"))
-
-    def add(new: list[int], start: int, end: int) -> None:
-        nonlocal trains
-        begins = [at for at in left if start <= at < end]
-        before = len(encoded(start, begins[0])) if begins and begins[0] > start else 0
-        of_answer.extend([trains] * before)
-        if len(begins) > (trains is None):
-            raise UserError(NO_END)
-        trains = left.pop(begins[0]) if begins else trains
-        of_answer.extend([trains] * (len(new) - before))
-        ids.extend(new)
-
+def to_ids(text: str, guard: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text in which names of special tokens stand for these tokens. What stands
+    between two of them is encoded at once, since seams may matter."""
+    ids, end = [], 0
     for match in tokenizer.special_pattern.finditer(text):
-        if match.start() > end:
-            add(encoded(end, match.start()), end, match.start())
-        token, end = tokenizer.special[match[0].strip()], match.end()
-        add([token], match.start(), end)
-        trains = None if token in tokenizer.stop else trains
-    if end < len(text):
-        add(encoded(end, len(text)), end, len(text))
-    if left or trains is not None:
-        raise UserError(NO_END)
-    return ids, of_answer
+        ids += tokenizer.encode(text[end : match.start()].replace(guard, ""))
+        ids.append(tokenizer.special[match[0].strip()])
+        end = match.end()
+    return ids + tokenizer.encode(text[end:].replace(guard, ""))
 
 
 def encode(
@@ -143,23 +99,30 @@ def encode(
             raise UserError(f"the chat template writes nothing of {name}: leave it out")
     if tools and write_out(messages, tokenizer) == text:
         raise UserError("the chat template writes nothing of tools: leave them out")
-    starts = {}
+    ids = to_ids(text, guard, tokenizer)
+    is_target, end = [train_on_prompt] * len(ids), 0
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = write_out(messages[:i], tokenizer, asks=True, tools=tools) if i else ""
-            if not text.startswith(prompt):
-                raise UserError(
-                    f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and has "
-                    f"something else before it"
-                )
-            start = len(prompt) if i else text.index(message.get("content", "").strip())
-            starts[start] = message.get("train", True)
-    ids, of_answer = to_ids(text, tokenizer, guard, starts)
-    if train_on_prompt:
-        return ids, [i > 0 and trains is not False for i, trains in enumerate(of_answer)]
-    is_target = [trains is True for trains in of_answer]
-    end = len(ids) - is_target[::-1].index(True) if any(is_target) else len(ids)
-    return ids[:end], is_target[:end]
+        if message["role"] != "assistant":
+            continue
+        if i == 0:  # of which nothing asks
+            prompt = text[: text.index(message.get("content", "").strip())]
+        else:
+            prompt = write_out(messages[:i], tokenizer, asks=True, tools=tools)
+        if not text.startswith(prompt):
+            asked = f"asks for message {i + 1} by {prompt[-30:]!r}"
+            raise UserError(f"the chat template {asked}, and has something else before it")
+        start = len(to_ids(prompt, guard, tokenizer))
+        ends = (j + 1 for j in range(start, len(ids)) if ids[j] in tokenizer.stop)
+        if start < end or not (end := next(ends, 0)):
+            raise UserError(
+                "the chat template ends an answer with no token that ends generation: name one as "
+                "eos_token in tokenizer_config.json"
+            )
+        is_target[start:end] = [message.get("train", True)] * (end - start)
+    is_target[0] = False
+    while any(is_target) and not is_target[-1]:  # what separates an answer from other messages
+        del ids[-1], is_target[-1]
+    return ids, is_target
 
 
 def encode_prompt(
@@ -169,7 +132,7 @@ def encode_prompt(
     that is an answer. `encode` of the whole conversation begins with the same ids."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     prompt, tools, guard = guarded(prompt, tools, tokenizer)
-    return to_ids(write_out(prompt, tokenizer, True, tools), tokenizer, guard)[0]
+    return to_ids(write_out(prompt, tokenizer, True, tools), guard, tokenizer)
 
 
 def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:

@@ -6,6 +6,7 @@ model learns to write the docstring.
 """
 
 import ast
+import contextlib
 import itertools
 import json
 import re
@@ -43,8 +44,9 @@ LINE_FORMATS = (
 # What else is read in a line, and in a message.
 LINE_FIELDS = {"system", "history", "tools", "functions", "weight", "train", "input"}
 LINE_FIELDS.update(*LAYOUTS)
-MEANT = ("tool_calls", "reasoning_content")  # of which a template may write nothing
-MESSAGE_FIELDS = {"weight", "train", "function_call", "tool_call_id", "name", *MEANT}
+# Fields of a message of which a template may write nothing.
+MEANT = ("tool_calls", "function_call", "reasoning_content")
+MESSAGE_FIELDS = {"weight", "train", "tool_call_id", "name", *MEANT}
 MESSAGE_FIELDS.update(*MESSAGE_KEYS)
 
 
@@ -131,34 +133,13 @@ def _counts(fields: dict, where: str) -> bool:
 
 
 def _tools(record: dict, where: str) -> list | None:
-    """Return the tools of a line, as templates take them; None if it has none."""
-    name = "tools" if record.get("tools") else "functions"
-    tools = _parsed(record.get(name) or [], f'{where}: "{name}" is')
-    if not isinstance(tools, list):
-        raise UserError(f'{where}: "{name}" is {tools!r:.60}: give a list')
-    return [tool if name == "tools" else _function(tool) for tool in tools] or None
-
-
-def _function(function: object) -> dict:
-    return {"type": "function", "function": function}
-
-
-def _with_arguments(call: object, which: str) -> dict:
-    """Return a call of a tool with its arguments as templates take them: a dictionary, not text."""
-    try:
-        function = call["function"]
-        given = {"arguments": _parsed(function["arguments"], f'{which} has the "arguments"')}
-    except (KeyError, TypeError):
-        raise UserError(f'{which} is {call!r:.60}: give {{"function": {{"name", "arguments"}}}}')
-    return call | {"function": function | given}
-
-
-def _parsed(value: object, what: str) -> object:
-    """Return what a string holds as JSON, or a value that is no string, as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise UserError(f"{what} {value!r:.60}: give it as JSON")
+    """Return the tools of a line, which may be a list or JSON of one; None if it has none."""
+    tools = record.get("tools") or record.get("functions") or None
+    with contextlib.suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise UserError(f'{where}: "tools" is {tools!r:.60}: give a list')
+    return tools
 
 
 def _message(message: object, which: str) -> Message:
@@ -169,22 +150,23 @@ def _message(message: object, which: str) -> Message:
     role, content = (message.pop(a, message.pop(b, None)) for a, b in MESSAGE_KEYS)
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    if call := message.pop("function_call", None):
-        message["tool_calls"] = [_function(call)]
     message = {"role": ROLES[role]} | message
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise UserError(f'{which} has "tool_calls" that are no list: {calls!r:.60}')
-        message["tool_calls"] = [_with_arguments(call, f"{which}: a call") for call in calls]
-    if content is not None or not calls:
+    try:
+        for call in (calls := message.get("tool_calls", [])):
+            function = call["function"]  # whose arguments templates take as they are, not as text
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError):
+        given = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
+        raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {given}')
+    if content is not None or (not calls and "function_call" not in message):
         message["content"] = check_string(content, f'{which} has the "content"')
-    if role in ("assistant", "gpt"):
-        if not calls and not content.strip():
+        if ROLES[role] == "assistant" and not (content.strip() or calls):
             raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-    trains = _counts(
-        {key: message.pop(key) for key in ("weight", "train") if key in message}, which
-    )
-    return message | ({} if trains else {"train": False})
+    if ROLES[role] == "assistant":
+        said = {key: message.pop(key) for key in ("weight", "train") if key in message}
+        message |= {} if _counts(said, which) else {"train": False}
+    return message
 
 
 # ------------------------------------------------------------------------- the default data set

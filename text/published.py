@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from plumbing.json_files import read_json
 from plumbing.processes import UserError
-from text.templates import named_tokens, read_settings
+from text.templates import read_settings
 from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
@@ -31,7 +32,7 @@ class PublishedTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise UserError(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
-        content = read_settings(path.parent, path.name)
+        content = read_json(path)
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
@@ -56,17 +57,16 @@ class PublishedTokenizer(Tokenizer):
             if i not in self.pieces:
                 self.pieces[i] = _bytes_of(token, is_byte_level)
         self.vocab_size, self.beginning = max(self.pieces) + 1, self._ids_before_a_text()
-        self.names = named_tokens(read_settings(path.parent))
         # A token that ends a text need not be special in the file.
-        end = self.names.get("eos_token")
+        end = read_settings(path.parent).get("eos_token")
+        end = end["content"] if isinstance(end, dict) else end
         if end in tokens:
             self.special[end] = tokens[end]["id"]
             self.inner.add_special_tokens([end])
-        self.added = {name: token["id"] for name, token in tokens.items()}
-        self.added = {name: i for name, i in self.added.items() if name not in self.special}
-        self._tokens = tokens
+        self.added = {n: t["id"] for n, t in tokens.items() if n not in self.special}
+        self.spaces = {n: (t["lstrip"], t["rstrip"]) for n, t in tokens.items()}
         found = (self.special[n] for n in [end, *STOPS] if n in self.special)
-        self.stop = tuple(dict.fromkeys(found))
+        self.stop, self.names = tuple(dict.fromkeys(found)), {}
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
         # <|endoftext|> both ends a document and begins the next, as with GPT-2.
@@ -81,11 +81,13 @@ class PublishedTokenizer(Tokenizer):
 
     @cached_property
     def special_pattern(self) -> re.Pattern:
-        def pattern(name: str) -> str:
-            left, right = (self._tokens[name][f"{side}strip"] for side in "lr")
-            return r"\s*" * left + re.escape(name) + r"\s*" * right
-
-        return re.compile("|".join(map(pattern, sorted(self.special, key=len, reverse=True))))
+        """Some tokens take the spaces to their left or right with them."""
+        patterns = (
+            r"\s*" * left + re.escape(name) + r"\s*" * right
+            for name, (left, right) in sorted(self.spaces.items(), key=lambda i: -len(i[0]))
+            if name in self.special
+        )
+        return re.compile("|".join(patterns))
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self.inner.encode(text, add_special_tokens=False).ids

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from plumbing.json_files import read_json
 from plumbing.processes import UserError
 
 # Llama 3's form. It is worded as Meta's is, by whose likeness ollama recognizes it.
@@ -40,33 +41,25 @@ HEADINGS = (
     "{{ eos_token if message['role'] == 'assistant' else '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
-# Files beside a tokenizer that say how it is used.
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-SETTINGS += ("generation_config.json",)
 SECONDS, MEMORY, LENGTH = 10, 1 << 30, 1 << 24  # that a template may take: bytes, characters
+# Files beside a tokenizer that say how it is used.
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+SETTINGS = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
 
-def read_settings(directory: Path, name: str = SETTINGS[0]) -> dict:
+def read_settings(directory: Path, name: str = CONFIG) -> dict:
     """Return the content of a file of settings; nothing if there is none."""
-    path = directory / name
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}")
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: it is no JSON object")
-    return content
+    return read_json(directory / name) if (directory / name).is_file() else {}
 
 
 def chat_template(directory: Path) -> str:
     """Return the chat template of Hugging Face's files, of several the one named "default"; empty
     if there is none."""
     if (jinja := directory / "chat_template.jinja").is_file():
-        return jinja.read_text(encoding="utf-8")
+        return jinja.read_text("utf-8")
     template = read_settings(directory).get("chat_template") or ""
     if isinstance(template, list):
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default", "")
+        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
     return template
 
 
@@ -76,13 +69,6 @@ def default_template(special: dict[str, int], begins: bool) -> str:
     if "<|start_header_id|>" in special:
         return CHAT_TEMPLATE
     return "{{ bos_token }}" * begins + (CHATML if "<|im_start|>" in special else HEADINGS)
-
-
-def named_tokens(settings: dict) -> dict[str, str]:
-    """Return bos_token, eos_token, ... of a tokenizer_config.json as text, by name."""
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {key: t.get("content") if isinstance(t, dict) else t for key, t in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def render(template: str, **variables) -> str:

@@ -23,9 +23,17 @@ import numpy as np
 import regex  # comes with tiktoken, which needs it
 import tiktoken
 
+from plumbing.json_files import read_json
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
-from text.templates import SETTINGS, chat_template, default_template, named_tokens, read_settings
+from text.templates import (
+    CONFIG,
+    GENERATION,
+    SETTINGS,
+    chat_template,
+    default_template,
+    read_settings,
+)
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -44,6 +52,7 @@ SPECIAL = (
     "<|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> "
     "<|eom_id|> <|eot_id|> <|python_tag|>"
 ).split() + [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
+RESERVED = {token for token in SPECIAL if "reserved" in token}
 N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
 LLAMA3_VOCAB_SIZE = 128_000  # without special tokens
 
@@ -90,17 +99,18 @@ class Tokenizer:
 
     def read_settings(self) -> None:
         """Keep the tokenizer's file and those beside it, and take from them what a chat needs."""
-        self.files = {}
-        settings, ends, self.template = {}, None, ""
+        self.files, self.template, ends = {}, "", None
         if self.file:
-            is_original = self.file.parent.name == "original"
-            home = self.file.parent.parent if is_original else self.file.parent
-            name = "tokenizer.json" if self.file.suffix == ".json" else "tokenizer.model"
-            self.files[name] = self.file.read_bytes()
+            parent = self.file.parent
+            home = parent.parent if parent.name == "original" else parent
+            kind = "json" if self.file.suffix == ".json" else "model"
+            self.files[f"tokenizer.{kind}"] = self.file.read_bytes()
             self.files |= {n: (home / n).read_bytes() for n in SETTINGS if (home / n).is_file()}
-            settings, self.template = read_settings(home), chat_template(home)
-            ends = read_settings(home, "generation_config.json").get("eos_token_id")
-        self.names |= named_tokens(settings)
+            for name, token in read_settings(home).items():
+                if name.endswith("_token") and token:
+                    self.names[name] = token["content"] if isinstance(token, dict) else token
+            self.template = chat_template(home)
+            ends = read_settings(home, GENERATION).get("eos_token_id")
         ends = [i for i in (ends if isinstance(ends, list) else [ends]) if i in self.pieces]
         self.stop = tuple(dict.fromkeys([*self.stop, *ends]))
         self.template = self.template or default_template(self.special, bool(self.beginning))
@@ -170,22 +180,21 @@ class Tokenizer:
         return {"tokenizer": name, "tokenizer_hash": self.hash}
 
     def save_published(self, directory: Path) -> None:
-        """Write its files for transformers: what is missing is made, and what a chat needs beyond
-        a base's is added, which are a template and the tokens that end an answer."""
+        """Write the files for transformers: what is missing is made, and what a chat needs beyond a
+        base's is added, which is a template and the tokens that end an answer."""
         self.save(directory)
-        made = {
-            "tokenizer.json": lambda: json.dumps(_published(self), ensure_ascii=False),
-            "tokenizer_config.json": lambda: json.dumps(CONFIG | self.names, indent=1),
-        }
-        for name, make in made.items():
-            if self.files and name not in self.files:
-                (directory / name).write_text(make(), encoding="utf-8")
+        if self.files and "tokenizer.json" not in self.files:
+            content = json.dumps(_published(self), ensure_ascii=False)
+            (directory / "tokenizer.json").write_text(content, "utf-8")
+        if self.files and CONFIG not in self.files:
+            config = dict(tokenizer_class="PreTrainedTokenizerFast", **self.names)
+            config["clean_up_tokenization_spaces"] = False
+            (directory / CONFIG).write_text(json.dumps(config, indent=1), "utf-8")
         if not chat_template(directory):
-            (directory / "chat_template.jinja").write_text(self.template, encoding="utf-8")
-        settings = read_settings(directory, "generation_config.json")
-        if settings:
-            ends = json.dumps(settings | {"eos_token_id": list(self.stop)}, indent=2)
-            (directory / "generation_config.json").write_text(ends, "utf-8")
+            (directory / "chat_template.jinja").write_text(self.template, "utf-8")
+        if settings := read_settings(directory, GENERATION):
+            settings["eos_token_id"] = list(self.stop)
+            (directory / GENERATION).write_text(json.dumps(settings, indent=2), "utf-8")
 
 
 # -------------------------------------------------------------------------------------- loading
@@ -284,9 +293,6 @@ CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
 
 
-CONFIG = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-
-
 def _published(tokenizer: Tokenizer) -> dict:
     """Return the content of a tokenizer.json."""
     vocab, merges = tokenizer.in_printable_characters()
@@ -299,7 +305,7 @@ def _published(tokenizer: Tokenizer) -> dict:
     text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     # A word that is a token needs no merges.
-    model = dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges)
+    merges = [" ".join(pair) for pair in merges]
     return {
         "version": "1.0",
         "normalizer": None,
@@ -312,44 +318,39 @@ def _published(tokenizer: Tokenizer) -> dict:
             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
         },
         "decoder": byte_level,
-        "model": model,
+        "model": dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges),
     }
 
 
 def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
-    """Return the tokenizer in a tokenizer.json if it is just what is written for one of these: for
-    Meta's, or for one that was trained here. Only then can tiktoken read it; else return None."""
-    theirs = read_settings(path.parent, path.name)
+    """Return the tokenizer in a tokenizer.json if it says just what is written here: if it is
+    Meta's, or one that was trained here. Only then can tiktoken read it; else return None."""
+    theirs = read_json(path)
     try:
-        model = theirs["model"]
+        model, processor = theirs["model"], theirs["post_processor"]
         vocab = {bytes(map(BYTE_OF_CHARACTER.get, t)): i for t, i in model["vocab"].items()}
         if not _are_ids_of_all(vocab):
             return None
         tokenizer = Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
         ours = _published(tokenizer)
-        processors = theirs["post_processor"].get("processors", [theirs["post_processor"]])
-        starts = [part["single"] for part in processors if part["type"] == "TemplateProcessing"]
-        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-        added = [(t["content"], t["id"]) for t in theirs["added_tokens"] if t["special"]]
-        same = [
-            starts == [ours["post_processor"]["single"]],
-            theirs["pre_tokenizer"] == ours["pre_tokenizer"],
-            theirs.get("normalizer") is None,
-            merges == ours["model"]["merges"] and model.get("ignore_merges"),
-            len(added) == len(theirs["added_tokens"]),
-            added == list(tokenizer.special.items()) or added == _names_of_llama_3(len(vocab)),
-        ]
+        model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+        parts = processor.get("processors") or [processor]
+        # Llama 3.0 had reserved tokens that Llama 3.1 named.
+        is_same = (
+            [part["single"] for part in parts if "single" in part]
+            == [ours["post_processor"]["single"]]
+            and theirs.get("normalizer") is None
+            and theirs["pre_tokenizer"] == ours["pre_tokenizer"]
+            and model.items() >= ours["model"].items()
+            and len(theirs["added_tokens"]) == len(ours["added_tokens"])
+            and all(
+                a["id"] == b["id"] and a["content"] in (b["content"], *RESERVED) and a["special"]
+                for a, b in zip(theirs["added_tokens"], ours["added_tokens"])
+            )
+        )
     except (AttributeError, KeyError, TypeError):
         return None
-    return tokenizer if all(same) else None
-
-
-def _names_of_llama_3(first_id: int) -> list[tuple[str, int]]:
-    """Return the special tokens of Llama 3.0, which has fewer names than later ones, with ids."""
-    reserved = itertools.count()
-    named = {SPECIAL[i] for i in (0, 1, 6, 7, 9)}
-    names = (t if t in named else f"<|reserved_special_token_{next(reserved)}|>" for t in SPECIAL)
-    return [(token, first_id + i) for i, token in enumerate(names)]
+    return tokenizer if is_same else None
 
 
 # ------------------------------------------------------------------------------------- training

@@ -1,0 +1,466 @@
+"""text/published.py and text/templates.py: tokenizers and chats of other models.
+
+Both are compared with transformers: ids of texts, and of what a chat template writes."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from conftest import succeed
+from test_formats import PLAIN, transformers_model
+from test_tokenizer import hard_strings
+
+from checkpoint import export_weights, read_config
+from plumbing.processes import UserError
+from text import templates as templates_module
+from text.chat import encode, encode_prompt
+from text.tokenizer import load_tokenizer, train_tokenizer
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# As published, but for the names of SmolLM2's makers.
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TINYLLAMA = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + "
+    "message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' "
+    "+ message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + "
+    "system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+WRITTEN_OUT = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False,
+               "normalized": False, "single_word": False}  # fmt: skip
+TALK = [
+    dict(role="system", content="Be brief."),
+    dict(role="user", content="What is 2 + 2?"),
+    dict(role="assistant", content="4, naïvely 🙂"),
+    dict(role="user", content="And\n\n2 * 3?"),
+    dict(role="assistant", content="6!"),
+]
+
+
+def byte_level(pre_tokenizers: list, names: list[str], normalizer=None):
+    """A byte-level BPE of hard strings, with its special tokens first or last in the vocabulary."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(pre_tokenizers)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    given = dict(initial_alphabet=alphabet, special_tokens=names, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=800, **given)
+    tokenizer.train_from_iterator(hard_strings(3000), trainer)
+    return tokenizer
+
+
+def smollm2():
+    pre = tokenizers.pre_tokenizers
+    steps = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+    return byte_level(steps, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"])
+
+
+def qwen3():
+    pre, regex = tokenizers.pre_tokenizers, tokenizers.Regex(QWEN_WORDS)
+    steps = [pre.Split(regex, "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer = byte_level(steps, [], tokenizers.normalizers.NFC())
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return tokenizer
+
+
+def sentencepiece(prefix: bool):
+    """As Llama 2's and TinyLlama's, with a ▁ before a text; or as Yi's, without."""
+    models, norm, dec = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
+    of_text = tokenizers.Tokenizer(models.BPE())  # whose merges these become
+    of_text.normalizer = norm.Replace(" ", "▁")
+    given = dict(limit_alphabet=200, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, **given)
+    of_text.train_from_iterator([text for text in hard_strings(3000) if "<" not in text], trainer)
+    merges = [tuple(pair) for pair in json.loads(of_text.to_str())["model"]["merges"]]
+    pieces = ["".join(pair) for pair in merges]
+    special, of_bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    ordered = dict.fromkeys([*special, *of_bytes, "▁", *sorted(set("".join(pieces))), *pieces])
+    vocab = {piece: i for i, piece in enumerate(ordered)}
+    given = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, **given))
+    tokenizer.normalizer = norm.Sequence([norm.Prepend("▁")] * prefix + [norm.Replace(" ", "▁")])
+    steps = [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
+    tokenizer.decoder = dec.Sequence(steps + [dec.Strip(" ", 1, 0)] * prefix)
+    tokenizer.add_special_tokens(special)
+    if prefix:
+        template = tokenizers.processors.TemplateProcessing
+        tokenizer.post_processor = template("<s> $A", "<s> $A $B", [("<s>", 1)])
+    return tokenizer
+
+
+with_prefix, without = partial(sentencepiece, True), partial(sentencepiece, False)
+KINDS = {  # tokenizer, and bos_token, eos_token and chat_template of tokenizer_config.json
+    "smollm2": (smollm2, "<|im_start|>", "<|im_end|>", CHATML),
+    "qwen3": (qwen3, None, "<|im_end|>", QWEN),
+    "tinyllama": (with_prefix, "<s>", "</s>", TINYLLAMA),
+    "llama2": (with_prefix, "<s>", WRITTEN_OUT, LLAMA_2),
+    "yi": (without, "<s>", "</s>", None),
+}
+
+
+def write(directory: Path, kind: str, **more) -> Path:
+    make, bos, eos, template = KINDS[kind]
+    config = dict(bos_token=bos, eos_token=eos, chat_template=template) | more
+    config = {name: value for name, value in config.items() if value}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    directory.mkdir(parents=True, exist_ok=True)
+    make().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if kind == "llama2":  # whose file of SentencePiece's, beside it, is passed over
+        (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    return directory
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """Our tokenizer and transformers', of the same files."""
+    directory = write(tmp_path_factory.mktemp("published") / request.param, request.param)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return load_tokenizer(str(directory)), theirs
+
+
+def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
+    ours, theirs = pair
+    longer, prefixed = 0, bool(ours.beginning)
+    for text in hard_strings(2000):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ids == ours.encode_array(text).tolist(), text
+        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids).removeprefix(" " * prefixed) == decoded, text
+        counted = ours.count_bytes(ours.encode_array(text).astype(int))
+        assert counted == len(ours.decode(ids).encode())
+        longer += len(ids) < len(text.encode()) - 1
+    assert longer > 500  # there are merges
+    assert ours.encode("Hi", bos=True) == theirs("Hi")["input_ids"]
+    assert ours.encode("", bos=True) == [ours.bos]
+
+
+def assert_chats_agree(ours, theirs, talk: list[dict], tools: list | None = None) -> None:
+    """Compare ids with transformers', and targets with the differences between what its template
+    writes when it asks for an answer, and when it has it."""
+    options = dict(tools=tools, tokenize=True, return_dict=False, chat_template=ours.template)
+    ids, is_target = encode(talk, ours, tools=tools)
+    whole = theirs.apply_chat_template(talk, **options)
+    assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n", "\n\n")
+    expected = [False] * len(ids)
+    for i, message in enumerate(talk):
+        if message["role"] == "assistant":
+            prompt = theirs.apply_chat_template(talk[:i], add_generation_prompt=True, **options)
+            assert encode_prompt(talk[:i], ours, tools) == prompt == ids[: len(prompt)]
+            end = next(j for j in range(len(prompt), len(ids)) if ids[j] in ours.stop) + 1
+            expected[len(prompt) : end] = [True] * (end - len(prompt))
+            assert (message.get("content") or "").strip() in ours.decode(ids[len(prompt) : end])
+    assert is_target == expected
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[1:]], ids=["system", "no system"])
+def test_chats_are_written_as_by_the_template(pair, talk):
+    assert_chats_agree(*pair, talk)
+
+
+def templates() -> dict[str, str]:
+    def written(message: str, asked: str, before: str = "") -> str:
+        loop = "{% for m in messages %}" + message + "{% endfor %}"
+        return before + loop + "{% if add_generation_prompt %}" + asked + "{% endif %}"
+
+    chatml, asked = "{{ '<|im_start|>' + m.role + '\n' + m.content", "<|im_start|>assistant\n"
+    falcon = "{{ '<|' + m.role + '|>\n' + m.content }}"
+    default = "{% set s = 'Be kind.' %}{% if messages[0].role != 'system' %}<|im_start|>system\n"
+    return {
+        "falcon": written(
+            falcon + "{{ eos_token if m.role == 'assistant' else '\n' }}", "<|assistant|>\n"
+        ),
+        "no line end": written(chatml + " + '<|im_end|>' }}", asked),
+        "colon": written(
+            "{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>\n' }}",
+            "<|im_start|>assistant: ",
+        ),
+        "human": written(chatml.replace("m.role", "m.role | replace('user', 'human')")
+                         + " + '<|im_end|>\n' }}", asked),
+        "variable": written(chatml + " + '<|im_end|>\n' }}", asked,
+                            default + "{{ s }}<|im_end|>\n{% endif %}"),
+        "bos": written(chatml + " + '<|im_end|>\n' }}", asked, "{{ bos_token }}"),
+        "mentioned": written("{{ m.role + ': ' + m.content + eos_token }}", "assistant: ",
+                             "{# not <|im_start|> #}"),
+        "no heading": "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
+        "no system": written("{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+                             "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}", "",
+                             "{{bos_token}}{# <<SYS>> #}"),
+        "trims": written(chatml.replace("m.content", "m.content | trim") + "+ '<|im_end|>\n' }}",
+                         asked),
+        "generation": written(
+            "{%- if m.role == 'assistant' %}{% generation %}" + chatml + " + '<|im_end|>\n' }}"
+            "{%- endgeneration %}{%- else %}" + chatml + " + '<|im_end|>\n' }}{% endif %}", asked),
+        "tools": written(
+            "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+            "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content or '' }}"
+            "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+            "{{ '<|im_end|>\n' }}", asked,
+            "{% if tools %}{{ tools | tojson(indent=2) }}<|im_end|>{% endif %}"),
+    }  # fmt: skip
+
+
+SPACES = [dict(role="user", content=" a\n"), dict(role="assistant", content="    return x\n\n"),
+          dict(role="user", content="\tb"), dict(role="assistant", content="\n  c ")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", templates())
+def test_every_template_is_run(name, tmp_path):
+    """Templates that resemble others; spaces of an answer stay unless the template strips them."""
+    kind = "smollm2" if "<|im_end|>" in templates()[name] else "yi"
+    more = dict(chat_template=templates()[name], bos_token="<s>" if kind == "yi" else "<repo_name>")
+    directory = write(tmp_path / "it", kind, **more)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    ours = load_tokenizer(str(directory))
+    for talk in (TALK, TALK[1:3]):
+        assert_chats_agree(ours, theirs, talk)
+    ids, _ = encode(SPACES, ours)  # a heading's line end and spaces after it may be one token
+    assert ids == theirs.apply_chat_template(SPACES, return_dict=False)[: len(ids)]
+    assert ("    return x\n\n" in ours.decode(ids)) == (name != "trims")
+    if name == "tools":
+        call = {"type": "function", "function": {"name": "f", "arguments": {"é": "<|im_end|>"}}}
+        talk = [*SPACES[:1], dict(role="assistant", tool_calls=[call], reasoning_content="R")]
+        talk += [dict(role="tool", content="12"), dict(role="assistant", content="12.")]
+        encode(talk, ours, tools=[call])
+        call["function"]["arguments"] = {"é": 1}  # transformers takes the name for the token
+        assert_chats_agree(ours, theirs, talk, tools=[call])
+
+
+def fails(template: str, talk: list[dict], tmp_path: Path, tools: list | None = None) -> str:
+    tokenizer = load_tokenizer(str(write(tmp_path / "it", "yi", chat_template=template)))
+    with pytest.raises(UserError) as error:
+        encode(talk, tokenizer, tools=tools)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_a_template_leaves_out_is_refused(tmp_path):
+    plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert "leaves out message 1, of the system" in fails("{{ 'mine' }}", TALK, tmp_path)
+    no_system = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    assert "leaves out message 1" in fails(no_system, TALK, tmp_path)
+    for more in (dict(tool_calls=call), dict(reasoning_content="R")):
+        talk = [TALK[1], TALK[2] | more]
+        assert f"writes nothing of {min(more)}" in fails(plain, talk, tmp_path)
+    assert "writes nothing of tools" in fails(plain, TALK, tmp_path, call)
+    no_end = plain.replace("{{ eos_token }}", "")
+    assert "ends an answer with no token that ends" in fails(no_end, TALK[1:3], tmp_path)
+    no_end = plain.replace("eos_token", "eos_token if m.role == 'system' else ''")
+    assert "ends an answer with no token that ends" in fails(no_end, TALK, tmp_path)
+    thinks = plain + "{% if add_generation_prompt %}{{ 'assistant<think>' }}{% endif %}"
+    assert "asks for message 2 by" in fails(thinks, TALK[1:3], tmp_path)
+    refuses = plain + "{{ raise_exception('only two\nroles') }}"
+    assert "does not write this conversation: only two" in fails(refuses, TALK, tmp_path)
+    assert "does not write this conversation: " in fails("{% if %}", TALK, tmp_path)
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ ().__class__.__bases__[0].__subclasses__() }}", "unsafe"),
+    ("{{ messages.clear() }}", "unsafe"),
+    ("{{ 'a' * 10**10 }}", "MemoryError"),
+    ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "takes more"),
+    ("{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "99,980,001 characters"),
+])  # fmt: skip
+def test_a_hostile_template_gets_nothing(template, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(templates_module, "SECONDS", 1)
+    assert message in fails(template, TALK, tmp_path)
+
+
+LLAMA_3 = dict(bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+
+
+def llama_3_kind(directory: Path, change) -> tuple:
+    """Write a tokenizer of Llama 3's kind as `change` makes it; return it, and transformers'."""
+    train_tokenizer([str(Path(json.__file__))], 600, directory / "tokenizer.model")
+    load_tokenizer(str(directory)).save_published(directory)
+    (directory / "tokenizer.model").unlink()
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    config = LLAMA_3 | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    inner, config = change(inner, config) or (inner, config)
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return load_tokenizer(str(directory)), theirs
+
+
+def tuned_to_chatml(inner, config):  # as Dolphin's layout
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return inner, config | dict(eos_token="<|im_end|>", chat_template=QWEN)
+
+
+def renamed(inner, config):  # as Hermes'
+    content = inner.to_str().replace("reserved_special_token_0", "im_start")
+    content = content.replace("reserved_special_token_1", "im_end")
+    named = [dict(name="tool_use", template="{{ 'x' }}"), dict(name="default", template=QWEN)]
+    more = dict(eos_token="<|im_end|>", chat_template=named)
+    return tokenizers.Tokenizer.from_str(content), config | more
+
+
+def with_a_word(inner, config):
+    inner.add_tokens(["<tool_call>"])
+
+
+def trained_anew(inner, config):  # special tokens come first
+    names = [inner.id_to_token(i) for i in sorted(inner.get_added_tokens_decoder())]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=names, show_progress=False,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+    new = tokenizers.Tokenizer(tokenizers.models.BPE())
+    new.pre_tokenizer, new.decoder = inner.pre_tokenizer, inner.decoder
+    new.train_from_iterator(hard_strings(2000), trainer)
+    new.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])  # fmt: skip
+    return new, config
+
+
+def ends_a_text(inner, config):  # bos, text, eos
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|begin_of_text|> $A <|eot_id|>",
+        special_tokens=[(name, inner.token_to_id(name)) for name in LLAMA_3.values()])  # fmt: skip
+
+
+def no_beginning(inner, config):
+    inner.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+
+
+def ends_by_a_word(inner, config):
+    inner.add_tokens(["<eot>"])
+    return inner, config | dict(eos_token="<eot>")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tuned_to_chatml,
+        renamed,
+        with_a_word,
+        trained_anew,
+        ends_a_text,
+        no_beginning,
+        ends_by_a_word,
+    ],
+)
+def test_a_tokenizer_of_llama_3s_kind_is_what_its_file_says(change, tmp_path):
+    ours, theirs = llama_3_kind(tmp_path, change)
+    for text in (*hard_strings(300), "Hi there <tool_call>x<eot>"):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ids, text
+    prompt = theirs("Hi")["input_ids"]
+    assert ours.encode("Hi", bos=True) == prompt[: len(prompt) - (change is ends_a_text)]
+    assert theirs.eos_token_id in ours.stop and ours.stop[0] == theirs.eos_token_id
+    if change is not no_beginning:
+        assert ours.bos == theirs.bos_token_id
+    if change not in (ends_by_a_word,):  # whose default template ends an answer otherwise
+        assert_chats_agree(ours, theirs, TALK)
+
+
+def test_generation_ends_where_the_model_says(tmp_path):
+    """The ids of generation_config.json end it, one or several, also after a checkpoint."""
+    for ends in (7, [7, 5], None):
+        settings = json.dumps({"eos_token_id": ends})
+        write(tmp_path, "yi")
+        (tmp_path / "generation_config.json").write_text(settings)
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert tokenizer.stop == (
+            2,
+            *{7: (7,), None: ()}.get(ends if ends != [7, 5] else 0, (7, 5)),
+        )
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        tokenizer.save(tmp_path / "saved")
+        assert load_tokenizer(str(tmp_path / "saved")).stop == tokenizer.stop
+
+
+def test_tokens_outside_of_the_alphabet(tmp_path):
+    """A vocabulary may hold tokens that are written as they are."""
+    inner = smollm2()
+    content = json.loads(inner.to_str())
+    content["model"]["vocab"]["你 好"] = len(content["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))  # which has no tokenizer_config.json, too
+    assert tokenizer.decode([content["model"]["vocab"]["你 好"]]) == "你 好"
+    assert tokenizer.eos == tokenizer.special["<|endoftext|>"]
+
+
+def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
+    """From the command line, with the files of the base and without them at last."""
+    base, run, lora = (tmp_path / name for name in ("base", "run", "lora"))
+    size = load_tokenizer(str(write(base, "smollm2"))).vocab_size
+    config = replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
+    transformers_model(config).save_pretrained(base)
+    chats, text = tmp_path / "chats.jsonl", tmp_path / "text.txt"
+    chats.write_text("\n".join([json.dumps({"messages": TALK[1:3]})] * 6))
+    text.write_text("naïve 🙂 2 + 2 = 4\n" * 200)
+    step = ("--steps", 1, "--batch", 2, "--warmup", 0, "--seq-len", 128)
+    out = succeed("train.py", "--init", base, "--data", text, "--out", run, *step).out
+    assert "bits/byte" in out
+    tune = ("finetune_lora.py", "--init", run, "--data", chats, "--out", lora, "--merge")
+    succeed(*tune, *step)
+    chat = ("--chat", "--prompt", "Hi", "--max-new-tokens", 3)
+    succeed("generate.py", run, "--adapter", lora, *chat)
+    files = {path.name: path.read_bytes() for path in base.glob("*token*")}
+    shutil.rmtree(base)
+    merged = read_config(lora / "merged")
+    assert merged["tokenizer"].endswith("tokenizer.json")
+    assert merged["flags"]["init"].startswith(str(run))  # whose chat template an export hands on
+    export_weights(lora / "merged", tmp_path / "out", "hf", None)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*token*")} == files
+    succeed("generate.py", tmp_path / "out", *chat)
+    with pytest.raises(UserError, match="divides text in another way"):
+        export_weights(lora / "merged", tmp_path / "gguf", "gguf", None)
+
+
+def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0)], None, False))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    metaspace = sentencepiece(True)
+    metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    for tokenizer, message in (
+        (unigram, "Unigram.*only byte-level BPE works here"),
+        (words, "WordLevel.*only byte-level BPE works here"),
+        (metaspace, "Metaspace.*only byte-level BPE works here"),
+        (byte_level([tokenizers.pre_tokenizers.ByteLevel()], []), "no token that ends a text"),
+    ):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(str(tmp_path))
