@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
@@ -16,7 +15,7 @@ from labs.machinery.lab import batch_of, plural, share_of, small_model, summed_g
 from labs.machinery.ranks import NotedWork
 from labs.machinery.student import check_returned, tensors_alive
 from model import IGNORE
-from perf.instruments import Counted
+from perf.instruments import Counted, Instrument
 from text.batch import Batch
 
 FUNCTION = "average_gradients"
@@ -107,18 +106,17 @@ def noted_order(events: list[str]) -> Iterator[None]:
         yield
 
 
-class Functional(TorchDispatchMode):
+class Functional(Instrument):
     """Notes the same of functional collectives."""
 
     def __init__(self, events: list[str]):
         super().__init__()
         self.events = events
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def see(self, op, args, kwargs, result) -> None:
         if op.namespace == "_c10d_functional":
             is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
             self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
-        return op(*args, **(kwargs or {}))
 
 
 def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -135,8 +133,7 @@ def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     events = results["events"]
     counts = list(map(Counter, events))
-    count = max(counts, key=lambda count: count["sent"] - count["waited"])
-    sent, waited = count["sent"], count["waited"]
+    sent, waited = max(((n["sent"], n["waited"]) for n in counts), key=lambda n: n[0] - n[1])
     yield Property(
         "waited for",
         f"{waited} of {sent} sums",
@@ -167,7 +164,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         if not compared.ok:
             break
     yield compared
-    early, sent = min(map(left_early, events), key=lambda n: n[0] / max(n[1], 1))
+    early, sent = min(map(left_early, events)), counts[0]["sent"]
     mistakes = {
         "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "
@@ -195,12 +192,11 @@ def bytes_of(sent: dict, expected: int) -> int:
     return compare.nbytes_of(sent)
 
 
-def left_early(events: list[str]) -> tuple[int, int]:
-    """Return how many sums left before the last gradient was ready, and of how many."""
+def left_early(events: list[str]) -> int:
+    """Return how many sums left before the last gradient was ready."""
     last_ready = len(events) - events[::-1].index("ready")
-    return events[:last_ready].count("sent"), events.count("sent")
+    return events[:last_ready].count("sent")
 
 
 def most_under_way(events: list[str]) -> int:
-    under_way = itertools.accumulate({"sent": 1, "waited": -1}.get(e, 0) for e in events)
-    return max(under_way)
+    return max(itertools.accumulate({"sent": 1, "waited": -1}.get(event, 0) for event in events))

@@ -103,7 +103,7 @@ class Training:
         self.optimizer.step()
         return loss.item()
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, list[float]]:
         """Return what the next steps depend on: of a generator, the numbers that come next."""
         states = self.optimizer.state_dict()["state"].values()
         parts = {
@@ -113,7 +113,7 @@ class Training:
             "order": [next_numbers(self.order.get_state())],
             "dropout": [next_numbers(torch.get_rng_state())],
         }
-        return {name: torch.cat([torch.zeros(0), *(t.detach().flatten().double() for t in tensors)])
+        return {name: [number for tensor in tensors for number in tensor.flatten().tolist()]
                 for name, tensors in parts.items()}  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def live(
         training, watched = Training(seed, rank), Watched(directory, file)
         save, resume = training.start(load_function(path, FUNCTION), directory)
         done = step_of(resume)
-        write(file, "resumed", done, as_lists(training.state()))
+        write(file, "resumed", done, training.state())
         for step in range(done + 1, STEPS + 1):
             training.step()
             if step % EVERY == 0:
@@ -209,10 +209,6 @@ def live(
                 watched.begin(fatal=at[1] if is_last else None)
                 save(step)
                 watched.end()
-
-
-def as_lists(state: dict[str, Tensor]) -> dict[str, list[float]]:
-    return {name: tensor.tolist() for name, tensor in state.items()}
 
 
 # --------------------------------------------------------------------------------- what is checked
@@ -230,9 +226,9 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     text = f"{nothing} where nothing was saved, and {done} after save({FIRST})"
     yield Property("resume returns", text, (nothing, done) == (0, FIRST), mistakes)
     for name in histories[0][FIRST]:
-        found = [state[name] for state in results["state"]]
-        expected = [history[FIRST][name] for history in histories]
-        yield compare.tensors(name, found, expected, f"those after step {FIRST}")
+        found = [torch.tensor(state[name]) for state in results["state"]]
+        expected = [torch.tensor(history[FIRST][name]) for history in histories]
+        yield compare.tensors(name, found, expected, f"what ranks had after step {FIRST}")
     after, expected = results["after"][0], losses[FIRST:]
     equal = sum(loss == other for loss, other in zip(after, expected))
     text = f"{equal} of {len(after)} after a resume equal those of a run that went through"
@@ -290,7 +286,7 @@ def mistake_of(
             f"removed before the new one was complete."
         )
     for rank, (_, done, state) in enumerate(starts):
-        for name, numbers in as_lists(histories[rank][done]).items():
+        for name, numbers in histories[rank][done].items():
             if state[name] != numbers:
                 return f"On rank {rank} this is not as it was after step {done}: {name}."
     return ""
