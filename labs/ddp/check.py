@@ -1,6 +1,5 @@
 """The check of labs/ddp."""
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,16 +46,16 @@ KEPT = (
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return gradients, and of the last step what was sent, and when."""
-    world, model = world_of(rank, size), small_model(seed)
-    batch, events, gradients, alive = share(seed, rank, size), [], [], []
+    world, model, order = world_of(rank, size), small_model(seed), Order()
+    batch, gradients, alive = share(seed, rank, size), [], []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
-    with noted_order(events):
+        parameter.register_post_accumulate_grad_hook(lambda p: order.events.append("ready"))
+    with order, mock.patch.multiple(dist, **{n: order.noting(getattr(dist, n)) for n in SUMS}):
         finish = check_returned(load()(model), Callable, "a function")
         for _ in range(STEPS):
             model.zero_grad()
             with Counted(world) as counted:
-                events.clear()
+                order.events.clear()
                 model(*batch.inputs).backward()
                 finish()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -64,7 +63,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             ours = sum(map(len, gradients))
             alive.append(tensors_alive(at_most=ours + (alive[-1] if alive else 0)) - ours)
     kept = alive[-1] - alive[-2]
-    return {"gradients": gradients, "sent": counted.sent, "events": events, "kept": kept}
+    return {"gradients": gradients, "sent": counted.sent, "events": order.events, "kept": kept}
 
 
 def share(seed: int, rank: int, size: int) -> Batch:
@@ -75,48 +74,39 @@ def share(seed: int, rank: int, size: int) -> Batch:
     return batch
 
 
-@contextlib.contextmanager
-def noted_order(events: list[str]) -> Iterator[None]:
-    """Within this context, let `events` get when a sum is sent and waited for."""
+class Order(Instrument):
+    """Notes in `events` when a sum is sent, and waited for."""
 
-    def noting(name: str) -> Callable:
-        original = getattr(dist, name)
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def see(self, op, args, kwargs, result) -> None:
+        if op.namespace == "_c10d_functional":
+            is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
+            self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
+
+    def noting(self, original: Callable) -> Callable:
+        """Return a function of torch.distributed that is noted; functional ones are operators."""
 
         def call(*args, **kwargs):
-            events.append("sent")
+            self.events.append("sent")
             work, is_over = original(*args, **kwargs), []
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             version = tensor._version
 
             def on_wait() -> None:
                 if not is_over:
-                    is_over.append(events.append("waited"))
+                    is_over.append(self.events.append("waited"))
                     is_changed = tensor._version > version and not noted.has_future
-                    events.extend(["changed"] * is_changed)
+                    self.events.extend(["changed"] * is_changed)
 
             if work is None:
-                events.append("waited")
-                return None
+                return self.events.append("waited")
             noted = NotedWork(work, on_wait)
             return noted
 
         return call
-
-    with mock.patch.multiple(dist, **{name: noting(name) for name in SUMS}), Functional(events):
-        yield
-
-
-class Functional(Instrument):
-    """Notes the same of functional collectives."""
-
-    def __init__(self, events: list[str]):
-        super().__init__()
-        self.events = events
-
-    def see(self, op, args, kwargs, result) -> None:
-        if op.namespace == "_c10d_functional":
-            is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
-            self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
 
 
 def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -63,9 +63,6 @@ def inputs(seed: int, rank: int) -> dict[str, Tensor]:
     return {f"sum of {'x'.join(map(str, tensor.shape))}": tensor for tensor in plain} | dict(odd)
 
 
-# ------------------------------------------------------------------- messages under way
-
-
 class Message:
     """What isend and irecv return.
 
@@ -93,25 +90,20 @@ class Message:
 def noted_messages() -> contextlib.AbstractContextManager:
     """Return a context within which MESSAGES gets what isend and irecv return."""
 
-    def noting(call: Callable, is_sent: bool) -> Callable:
-        def start(tensor: Tensor, *args, **kwargs) -> Message:
-            MESSAGES.append(Message(call, is_sent, tensor, *args, **kwargs))
-            return MESSAGES[-1]
+    def start(*args, **kwargs) -> Message:
+        MESSAGES.append(Message(*args, **kwargs))
+        return MESSAGES[-1]
 
-        return start
+    def operation(op: Callable, tensor: Tensor, peer: int) -> Callable:
+        return partial(op, tensor, peer)  # torch's P2POp takes only its own isend and irecv
 
     return mock.patch.multiple(
         dist,
-        isend=noting(dist.isend, True),
-        irecv=noting(dist.irecv, False),
-        P2POp=lambda op, tensor, peer: partial(
-            op, tensor, peer
-        ),  # torch's takes its own isend only
-        batch_isend_irecv=lambda operations: [start() for start in operations],
+        isend=partial(start, dist.isend, True),
+        irecv=partial(start, dist.irecv, False),
+        P2POp=operation,
+        batch_isend_irecv=lambda operations: [start_it() for start_it in operations],
     )
-
-
-# ------------------------------------------------------------------------------ the check
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
