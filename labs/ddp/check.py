@@ -12,7 +12,7 @@ from labs.machinery import compare, student
 from labs.machinery.compare import Property
 from labs.machinery.lab import batch_of, plural, share_of, small_model, summed_gradients, world_of
 from labs.machinery.ranks import NotedWork
-from labs.machinery.student import check_returned, tensors_alive
+from labs.machinery.student import check_returned, kept_by_call
 from model import IGNORE
 from perf.instruments import Counted, Instrument
 from text.batch import Batch
@@ -47,22 +47,24 @@ KEPT = (
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return gradients, and of the last step what was sent, and when."""
     world, model, order = world_of(rank, size), small_model(seed), Order()
-    batch, gradients, alive = share(seed, rank, size), [], []
+    batch, gradients = share(seed, rank, size), []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: order.events.append("ready"))
     with order, mock.patch.multiple(dist, **{n: order.noting(getattr(dist, n)) for n in SUMS}):
         finish = check_returned(load()(model), Callable, "a function")
-        for _ in range(STEPS):
+
+        def accumulate() -> None:
+            order.events.clear()
             model.zero_grad()
+            model(*batch.inputs).backward()
+            finish()
+
+        for _ in range(STEPS):
             with Counted(world) as counted:
-                order.events.clear()
-                model(*batch.inputs).backward()
-                finish()
+                accumulate()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             torch.optim.SGD(model.parameters(), LR).step()
-            ours = sum(map(len, gradients))
-            alive.append(tensors_alive(at_most=ours + (alive[-1] if alive else 0)) - ours)
-    kept = alive[-1] - alive[-2]
+        kept = kept_by_call(accumulate)
     return {"gradients": gradients, "sent": counted.sent, "events": order.events, "kept": kept}
 
 
