@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import statistics
@@ -26,6 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from labs.machinery.launch import launch
 from plumbing import endings
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
@@ -72,13 +72,10 @@ def measure_race(args: argparse.Namespace) -> str:
             flags = [*args.base, *(args.flags if who == "the entry" else []), "--seed", str(seed)]
             result = train(who, directories[who], flags, args.processes, args.seconds)
             results[who].append(result)
-            left = (len(runs) - number) * result.seconds
-            print(
-                f"run {number} of {len(runs)}: {who}, seed {seed}: {describe(result)}; "
-                f"{left / 60:.0f} min left",
-                file=sys.stderr,
-                flush=True,
-            )
+            left = (len(runs) - number) * result.seconds / 60
+            says = f"{result.bits_per_byte:.4f} bits/byte after {result.steps} steps"
+            says += f", {result.seconds:.0f} s; {left:.0f} min left"
+            print(f"run {number} of {len(runs)}: {who}, seed {seed}: {says}", file=sys.stderr)
     return verdict(results["the project"], results["the entry"], args.seconds)
 
 
@@ -127,32 +124,20 @@ def train(who: str, directory: Path, flags: list[str], processes: int, limit: fl
     twice the time that it has."""
     for left_by_last_run in ("cache", "out"):
         shutil.rmtree(directory / left_by_last_run, ignore_errors=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     # The last of equal flags counts, so those of the entry cannot leave out the evaluation.
-    command += ["--standalone", "train.py", *flags, "--out", "out", *EVALUATE_AT_THE_END]
-    threads = str(max(1, 2 // processes))
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
-    output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = ["train.py", *flags, "--out", "out", *EVALUATE_AT_THE_END]
     started = time.perf_counter()
     try:
-        done = subprocess.run(command, cwd=directory, env=environment, timeout=2 * limit, **output)
+        launch(directory, command, processes, timeout=2 * limit)
     except subprocess.TimeoutExpired:
         raise UserError(f"{who} ran for {2 * limit:.0f} s, twice its time: give fewer --steps")
+    except UserError as error:
+        raise UserError(f"{who} failed: {error}") from None
     seconds = time.perf_counter() - started
-    if done.returncode:
-        # train.py's own line, or else the last line of a traceback.
-        says = re.findall(r"\berror: .*|^\w*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
-        raise UserError(f"{who} failed: {says[0] if says else f'exit code {done.returncode}'}")
     last = json.loads((directory / "out/metrics.jsonl").read_text().splitlines()[-1])
     if not math.isfinite(last["val_bits_per_byte"]):
         raise UserError(f"{who} failed: its score is {last['val_bits_per_byte']}")
     return Result(last["val_bits_per_byte"], seconds, last["step"])
-
-
-def describe(result: Result) -> str:
-    return (
-        f"{result.bits_per_byte:.4f} bits/byte after {result.steps} steps, {result.seconds:.0f} s"
-    )
 
 
 def verdict(project: list[Result], entry: list[Result], limit: float) -> str:

@@ -7,14 +7,14 @@
     python labs/run.py hint mean             the next of three hints
     python labs/run.py why mean              the solution, once you have passed
     python labs/run.py reset mean            the file as it was; yours is kept beside it
-    python labs/run.py predict bytes         say what a step sends, then see it counted; six more
+    python labs/run.py predict bytes         say what a step sends, then see it counted; three more
 
 A command that needs your file writes it first, with the part that is yours left out.
 
 For teachers (labs/README.md):
     python labs/run.py release DIRECTORY     a copy of the project without solutions
     python labs/run.py grade DIRECTORY       checks DIRECTORY/STUDENT/LAB.py; --csv FILE and others
-    python labs/run.py new NAME              the folder of a lab of your own
+    python labs/run.py new NAME              a copy of mean, for a lab of your own
     python labs/run.py known NAME            runs its wrong answers, so that they are recognised
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
@@ -38,11 +38,11 @@ from types import ModuleType
 import torch
 
 from labs.machinery.answers import answer_of, starter_of, wrong_answers
-from labs.machinery.checking import check, check_module
+from labs.machinery.checking import check, check_module, with_facts
 from labs.machinery.grading import grade, release, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.predict import predict
-from plumbing.parser import Parser, nonnegative_int, positive_int
+from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.
@@ -164,12 +164,13 @@ def hint(args: argparse.Namespace) -> Iterator[str]:
 
 def why(args: argparse.Namespace) -> Iterator[str]:
     """Show the solution, its reasons, and what is wrong with other answers."""
-    check_of(args.lab)
+    size = check_of(args.lab).SIZES[0]
     if args.lab not in read_state()["passed"] and not args.give_up:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
     yield answer_of(args.lab).strip()
     for wrong in wrong_answers(args.lab):
-        lines = textwrap.indent(f"> {wrong.says}\n{wrong.patch}", "  ")
+        says = with_facts(args.lab, size, wrong.says)
+        lines = textwrap.indent(f"> {says}\n{wrong.patch}", "  ")
         yield f"\n\nWrong: {wrong.name}\n{lines.rstrip()}"
 
 
@@ -202,10 +203,10 @@ COMMANDS = {
     "hint": (hint, ""),
     "why": (why, "give_up"),
     "reset": (reset, ""),
-    "predict": (predict, "seed answer student attempt key"),
+    "predict": (predict, "seed answer student key"),
     "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
-    "grade": (lambda args: grade(args, NAMES), "seed key summary csv junit gradescope"),
-    "new": (lambda args: write_lab(args.lab, NAMES), ""),
+    "grade": (lambda args: grade(args, NAMES), "seed key summary csv gradescope"),
+    "new": (lambda args: write_lab(args.lab), ""),
     "known": (know, ""),
 }
 
@@ -245,19 +246,12 @@ def main() -> None:
     guess = parser.add_argument_group("predict")
     guess.add_argument("--answer", action="append", help="a line in place of one that is typed")
     guess.add_argument("--student", metavar="NAME", help="with --class: questions of your own")
-    guess.add_argument(
-        "--attempt", type=positive_int, metavar="N", help="the student's Nth question"
-    )
     teacher = parser.add_argument_group("grade")
     teacher.add_argument(
         "--class", dest="key", metavar="KEY", help="other seeds for each student, by this word"
     )
     teacher.add_argument("--summary", action="store_true", help="the mistakes that a class made")
-    for name, what in (
-        ("csv", "a table"),
-        ("junit", "what CI servers show"),
-        ("gradescope", "an autograder's results.json"),
-    ):
+    for name, what in (("csv", "a table"), ("gradescope", "an autograder's results.json")):
         teacher.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
     args = parser.parse_args()
     check_flags(parser, args)

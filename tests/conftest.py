@@ -1,6 +1,7 @@
 """What the tests share: scripts run in forks, changed copies of the project, small data."""
 
 import atexit
+import importlib
 import json
 import os
 import shutil
@@ -195,6 +196,24 @@ def changed_copy(
 def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
     """Return changed_copy with one string of a file replaced."""
     return changed_copy(copy, edits={old: new}, file=file)
+
+
+def parsed_by(script: str, *arguments: str):
+    """Return what a script of the project makes of its arguments, in this process. It goes no
+    further."""
+    from plumbing.parser import Parser
+
+    parsed, parse_args = [], Parser.parse_args
+
+    def stop(parser, *given):
+        parsed.append(parse_args(parser, *given))
+        sys.exit()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Parser, "parse_args", stop)
+        patch.setattr(sys, "argv", [script, *arguments])
+        importlib.import_module(script.removesuffix(".py")).main()
+    return parsed[0]
 
 
 def error_lines(result: Result) -> list[str]:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,23 +24,12 @@ from techniques.nf4 import dequantized
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
-TIED = dict(tie_embeddings=True)
-RANK_3 = dict(rank=3, alpha=5)
-RSLORA = dict(rank=4, alpha=8, rslora=True)
 
 
-def case(
-    config: dict, microbatch: int = 0, packed: bool = False, lora: dict | None = None, **parallel
-) -> dict:
+def case(config: dict, microbatch: int = 0, **parallel) -> dict:
     """Return a case as workers/train_cases.py reads it; `parallel` has fields of ParallelConfig."""
     options = {"microbatch": microbatch} if microbatch else {}
-    options |= {"lora": lora} if lora else {}
-    return dict(config=config, packed=packed, parallel=parallel, **options)
-
-
-def lora_on(targets: str) -> dict:
-    """Return LoRA's settings for these matrices alone: backward ends at the first of them."""
-    return dict(rank=2, alpha=64, targets=targets.split())
+    return dict(config=config, packed=False, parallel=parallel, **options)
 
 
 def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within=()) -> dict:
@@ -86,52 +74,65 @@ def check_step(work: Work, base_bits: int) -> None:
     check_work(work, *[nf4.TECHNIQUE] * (base_bits == 4))
 
 
-def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:
-    """Return a function that says whether make(ranks, drawn) raises no UserError."""
-
-    def possible(drawn: dict) -> bool:
-        try:
-            return bool(make(ranks, drawn))
-        except UserError:
-            return False
-
-    return possible
-
-
 # ------------------------------------------------------------------------------- the reference
+
+
+def plain_model(config: dict, lora: dict | None = None) -> Llama:
+    """Return a model on one process, in float64, with the weights of train_cases.initialize."""
+    model = build(config, lora).double().to_empty(device="cpu")
+    model.tie_weights()
+    initialize(model)
+    return model
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor, own_loss: bool) -> torch.Tensor:
+    """Return the mean loss of targets [n] by PyTorch: the plain one, or train_cases.own_loss."""
+    if not own_loss:
+        return F.cross_entropy(logits, targets)
+    logits = 3 * torch.tanh(logits / 3)
+    smoothed = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    p = logits.softmax(-1).gather(1, targets[:, None])[:, 0]
+    return ((1 - p) ** 2 * smoothed + 1e-2 * logits.logsumexp(-1) ** 2).mean()
+
+
+def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=False) -> tuple:
+    """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
+    the gradients, as a tuple; and the gradients once clipped."""
+    valid = targets != IGNORE
+    loss = mean_loss(logits[valid], targets[valid], own_loss)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
+    assert norm > clip  # otherwise clipping would not be tested
+    gradients = {name: p.grad for name, p in named.items()}
+    optimizer.step()
+    for p in named.values():
+        p.grad = None
+    return (loss.item(), valid.sum().item(), norm), gradients
 
 
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON, so that results can be cached: a case's config, packed, lora, optimizer, steps,
-    seq. Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, name, steps, seq = json.loads(key)
-    model = build(config, lora).double()
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    initialize(model)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq, and
+    optimizer. Where it has adapters, a model without any computes with the effective_weights."""
+    config, packed, lora, own_loss, seq, optimizer_name = json.loads(key)
+    model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    make = {"adamw": plain_adamw, "muon": plain_muon}[name]
+    make = {"adamw": plain_adamw, "muon": plain_muon}[optimizer_name]
     optimizer = make(trainable, 1e-3 if lora else 1e-2)
-    batch, rows, gradients = batch_of(packed, seq), [], {}
+    batch, rows, first_gradients = batch_of(packed, seq), [], {}
+    inputs = {"tokens": batch.tokens, "positions": batch.positions}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
-    for _ in range(steps):
+    for _ in range(STEPS):
         weights = effective_weights(model, lora)
-        given = {"tokens": batch.tokens, "positions": batch.positions}
-        logits = torch.func.functional_call(bare, weights, (), given)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable.values(), CLIP)
-        gradients = gradients or {n: p.grad.clone() for n, p in trainable.items()}
-        optimizer.step()
-        model.zero_grad()
-        rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm.item()))
-    assert all(norm > CLIP for *_, norm in rows)
-    return {"rows": rows, "gradients": gradients, "first": first,
-            "last": dict(model.named_parameters())}  # fmt: skip
+        logits = torch.func.functional_call(bare, weights, (), inputs)
+        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
+        rows.append(row)
+        first_gradients = first_gradients or gradients
+    last = dict(model.named_parameters())
+    return {"rows": rows, "gradients": first_gradients, "first": first, "last": last}
 
 
 def effective_weights(model: Llama, lora: dict | None) -> dict:
@@ -194,14 +195,6 @@ def orthogonalized(x: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- the comparison
 
 
-def assert_equals_plain(result: dict, case: dict) -> None:
-    optimizer = case["parallel"].get("optimizer", "adamw")
-    key = [case["config"], case["packed"], case.get("lora"), optimizer]
-    key += [case.get("steps", STEPS), case.get("seq", SEQ)]
-    # Newton-Schulz and the singular value decomposition agree to fewer digits.
-    assert_same(result, plain_training(json.dumps(key)), 1e-10 if optimizer == "muon" else 1e-12)
-
-
 def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
     for ours, theirs in zip(result["rows"], expected["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)
@@ -216,8 +209,9 @@ def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
         assert torch.allclose(result["first"][name], value, rtol=rtol, atol=0), name
 
 
-def assert_same_tokens(result: dict, case: dict) -> None:
-    """Assert that a split model generates the tokens of a plain one with the same weights."""
+def assert_generation(result: dict, case: dict) -> None:
+    """Assert that a split model generates the tokens of a plain one with the same weights, and that
+    FSDP gathers each block once for all of them."""
     if "generate" not in case:
         return
     model = Llama(LlamaConfig(**case["config"])).double().eval()
@@ -225,13 +219,27 @@ def assert_same_tokens(result: dict, case: dict) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(result["last"][name])
     assert result["tokens"] == generate(model, [[1, 2, 3]], 4, temperature=0)
+    parallel = ParallelConfig(**case["parallel"])
+    gathers = parallel.shard > 1 and parallel.reshard != "none"
+    assert result["sampling_gathers"] == gathers * result["layers"]
+
+
+def assert_saved(result: dict, case: dict) -> None:
+    """Assert that saving gathers the adapters and no more; there may be none."""
+    size = 0
+    for name, factor in result["adapters"].items():
+        assert torch.equal(factor, result["last"][name])
+        size += factor.nbytes
+    parallel = ParallelConfig(**case["parallel"])
+    in_parts = parallel.shard > 1 or parallel.tp > 1  # by both, a factor is gathered twice
+    assert result["saving_bytes"] <= in_parts * 2.2 * size
 
 
 def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
-    predictions are further off: tests/test_page.py has them."""
-    if "lora" in case:
+    predictions are further off: tests/test_page.py has them. A loss of one's own may send more."""
+    if "lora" in case or "own_loss" in case:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -257,22 +265,19 @@ def attentions(case: dict, layers: float) -> float:
     return times * (2 if parallel.cp > 1 else 1) * microbatches * layers
 
 
-def assert_one_graph(result: dict, case: dict) -> None:
-    """Assert that all blocks share one compiled graph. With LoRA the first block has another one:
-    its input comes from a frozen embedding and needs no gradient."""
-    graphs = 2 if "lora" in case else 1
-    assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
-
-
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
-    if reference:
-        assert_same(result, reference)
-    else:
-        assert_equals_plain(result, case)
-    assert_same_tokens(result, case)
+    optimizer = case["parallel"].get("optimizer", "adamw")
+    key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
+    key += [case.get("seq", SEQ), optimizer]
+    # Newton-Schulz and the singular value decomposition agree to fewer digits.
+    tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
+    assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
+    assert_generation(result, case)
+    assert_saved(result, case)
     assert result["attentions"] == attentions(case, result["layers"])
-    if case["parallel"].get("compile"):
-        assert_one_graph(result, case)
+    if case["parallel"].get("compile"):  # all blocks share a graph; with LoRA the first has another
+        graphs = 2 if "lora" in case else 1  # since its input needs no gradient
+        assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
     else:
         assert_traffic(result, case, nproc)

@@ -4,9 +4,7 @@ import functools
 import itertools
 import operator
 import random
-from collections.abc import Callable, Container, Iterator
-
-import pytest
+from collections.abc import Callable, Iterable, Iterator
 
 SHORT, LONG = 1_000, 16_000  # steps of a walk that meets some of the possible pairs, or all
 
@@ -32,17 +30,23 @@ def pairwise(
     seed,
     steps: int,
     cost: Callable[[dict], float] = lambda case: 1,
+    covered: Iterable[dict] = (),
 ) -> list[dict]:
-    """Return few cases of a random walk that cover every pair of values in it: in each turn, the
-    case with most pairs that are not covered yet, for its cost (a greedy cover)."""
+    """Return few cases of a random walk that, with those that are `covered` already, cover every
+    pair of values in it: in each turn the case with most new pairs, for its cost (a greedy cover).
+    """
     items = [(name, value) for name, values in options.items() for value in values]
     bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
     walked = itertools.islice(random_walk(options, possible, seed), steps)
     cases = list({tuple(case.values()): case for case in walked}.values())
-    # The pairs of each case are bits of an integer; items of cases are in the order of options.
-    masks = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
-    costs = [cost(case) for case in cases]
+
+    def pairs_of(case: dict) -> int:  # as bits of an integer; items are in the order of options
+        return sum(bits[pair] for pair in itertools.combinations(case.items(), 2))
+
+    masks, costs = [pairs_of(case) for case in cases], [cost(case) for case in cases]
     uncovered, chosen = functools.reduce(operator.or_, masks), []
+    for case in covered:
+        uncovered &= ~pairs_of(case)
     while uncovered:
         worth = [(mask & uncovered).bit_count() / cost for mask, cost in zip(masks, costs)]
         best = worth.index(max(worth))
@@ -55,11 +59,3 @@ def case_name(case: dict, options: dict[str, tuple]) -> str:
     """Return the name of a test: the options of its case that do not have their first value."""
     named = (f"{name}={value}" for name, value in case.items() if value != options[name][0])
     return " ".join(named).replace("=True", "") or "plain"
-
-
-def with_slow(cases: dict[str, tuple], quick: Container[str]) -> list:
-    """Return pytest parameters, marked slow but for those whose names are `quick`."""
-    return [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick))
-        for name, case in cases.items()
-    ]

@@ -7,36 +7,37 @@ import pytest
 import torch
 from conftest import slow, step_of, succeed
 from test_finetune import factors, flags, same_run
-from workers.train_cases import build, initialize
+from test_formats import our_model, saved
 
-from checkpoint import load_pretrained, read_config, write_checkpoint
+from checkpoint import load_pretrained
 from config import ParallelConfig
 from files.adapters import load_adapter
-from files.safetensors import StoredTensor
 from generate import generate, load_model
 from lora import TARGETS
-from model import LlamaConfig
+from model import Llama, LlamaConfig
 from perf.instruments import build_on_meta
 from techniques.nf4 import refuses, rounded
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 # Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.
-BLOCKS = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
+CONFIG = LlamaConfig(128, 2, 4, 2, 256, vocab_size=267, max_seq_len=256)
 FLAGS = dict(steps=4, base_bits=4, dora=True, save_every=2, keep=0, rank=4, lr=0.01)
+
+
+def rounded_to_4_bits(model: Llama) -> Llama:
+    """Round the matrices of a model in place, as a base in 4 bits has them."""
+    for name, layer in model.named_modules():
+        if name.endswith(TARGETS):
+            layer.weight.data = rounded(layer.weight.detach())
+    return model
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """A checkpoint in bfloat16, whose matrices 4 bits can hold."""
-    config = BLOCKS | dict(vocab_size=267, max_seq_len=256)
-    model = build(config, None).to_empty(device="cpu").double()
-    initialize(model)
-    named = {name: 4 * p.detach().bfloat16() for name, p in model.named_parameters()}
-    stored = {name: StoredTensor.of(value) for name, value in named.items()}
-    path = tmp_path_factory.mktemp("base") / "base"
-    write_checkpoint(path, LlamaConfig(**config), stored, BYTES)
-    return path
+    model = our_model(CONFIG, torch.bfloat16, seed=3, factor=4, norms=(1, 1))
+    return saved(tmp_path_factory.mktemp("base") / "base", model, BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +70,12 @@ def test_text_is_generated_beside_a_base_in_4_bits(base, one_run, with_adapter):
     out, printed = one_run
     assert f"--adapter {out} --base-bits 4 --chat" in printed
     adapter = out / "step-00000004" if with_adapter else None
-    config, tokens = read_config(base)["model"], torch.arange(20)[None]
-    model = load_model(base, config, adapter, 4, torch.device("cpu"))
+    cpu, tokens = torch.device("cpu"), torch.arange(20)[None]
+    model, full = (load_model(base, CONFIG, adapter, bits, cpu) for bits in (4, 16))
     matrices = [m for name, m in model.named_modules() if name.endswith(TARGETS)]
     assert matrices and all(m.weight.dtype == torch.uint8 for m in matrices)
-    full = load_model(base, config, adapter, 16, torch.device("cpu"))
     if not with_adapter:
-        for name, layer in full.named_modules():
-            if name.endswith(TARGETS):
-                layer.weight.copy_(rounded(layer.weight))
+        rounded_to_4_bits(full)
     expected = full(tokens)
     assert (model(tokens) - expected).norm() < 1e-5 * expected.norm()
     flags = ["--prompt", "Add", "--max-new-tokens", 5, "--temperature", 0, "--base-bits", 4]
@@ -89,13 +87,8 @@ def test_text_is_generated_beside_a_base_in_4_bits(base, one_run, with_adapter):
 
 def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_path):
     """The same run beside a base in 16 bits that was rounded before."""
-    model = load_pretrained(base, torch.float64)
-    named = {name: p.detach() for name, p in model.named_parameters()}
-    stored = {
-        name: StoredTensor.of(rounded(p) if name.split(".")[-2] in TARGETS else p)
-        for name, p in named.items()
-    }
-    write_checkpoint(tmp_path / "rounded", model.config, stored, BYTES)
+    model = rounded_to_4_bits(load_pretrained(base, torch.float64))
+    saved(tmp_path / "rounded", model, BYTES)
     given = FLAGS | dict(base_bits=16)
     succeed("finetune_lora.py", *flags(tmp_path / "rounded", sums, tmp_path / "run", **given))
     same_run(tmp_path / "run", one_run[0], step=4)
@@ -125,5 +118,5 @@ def test_a_run_goes_on_as_on_one_process(base, sums, one_run, tmp_path, nproc, p
 def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     parallel = ParallelConfig(dp="fsdp", shard=2)
-    refusal = refuses(step_of(build_on_meta(LlamaConfig(**BLOCKS)), parallel, 2, 1, 8))
+    refusal = refuses(step_of(build_on_meta(CONFIG), parallel, 2, 1, 8))
     assert "torch 2.11.0 cannot shard a base in 4 bits" in refusal

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from textwrap import indent
 from unittest import mock
 
 import pytest
@@ -111,7 +110,7 @@ def test_it_trains_resumes_and_generates(name, changed, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experts", "gelu", "sliding_window", "z_loss"], indirect=True)
+@pytest.mark.parametrize("name", ["experts", "gelu", "sliding_window"], indirect=True)
 def test_adapters_of_a_changed_model_can_be_used(name, changed, corpus, sums, tmp_path):
     """Trained, resumed on two ranks, merged and generated from; or refused before they are."""
     base, out = tmp_path / "base", tmp_path / "adapter"
@@ -139,9 +138,6 @@ SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 LOSS = "return vocabulary.cross_entropy(logits, targets)"
 OUTPUT = "return self.output(x)"
 NORM = "self.norm(x if cache is None else x[:, -1:])"
-PROJECTIONS = """        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
-"""
 KEYS = "k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))"
 VALUES = "v = self.wv(x).view(B, T, -1, self.head_dim)"
 ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
@@ -152,61 +148,32 @@ SHARED_GLOBAL = {  # odd layers add the keys of the layer before, from a global
     f"        k = k + KEYS[-1]\n        {VALUES}  #",
     "class Attention(": "KEYS = []\n\n\nclass Attention(",
 }
-SHARED = {  # odd layers use keys and values of the layer before
-    PROJECTIONS: f"        if layer % 2 == 0:\n{indent(PROJECTIONS, '    ')}",
+SHARED = {  # odd layers add the values of the layer before, which blocks hand on
     "cache=None):\n        B, T, _": "cache=None, last=None):\n        B, T, _",
-    KEYS: f"{KEYS} if self.layer % 2 == 0 else last[0]",
-    VALUES: f"{VALUES} if self.layer % 2 == 0 else last[1]",
-    "mask).flatten(2))": "mask).flatten(2)), (k, v)",
+    VALUES: f"v = own = {VALUES[4:]} + (last if self.layer % 2 else 0)",
+    "mask).flatten(2))": "mask).flatten(2)), own",
     "cache=None):\n        x = x": "cache=None, last=None):\n        x = x",
     f"x = x + {ATTENTION}": f"y, last = {ATTENTION[:-1]}, last)\n        x = x + y",
     f"return x + {FEED_FORWARD}": f"return x + {FEED_FORWARD}, last",
     f"{LOOP}x, cos, sin, mask, cache)": f"            last = None\n{LOOP[:-10]}x, last = block("
     "x, cos, sin, mask, cache, last)",
 }
-DOUBLED = """class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Block("""
-# Adds 0 to the features, and doubles their gradient where a rank has a part of them.
-WITH_A_GRADIENT = "(lambda h: h + (h - h.detach()) * (h.shape[-1] < len(self.w1.weight)))"
-SCALES = {  # each head has a learned scale
-    "class Attention(": """class HeadScale(nn.Module):
-    def __init__(self, n_heads):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n_heads))
-
-    def forward(self):
-        return self.weight
-
-
-class Attention(""",
+SCALES = {  # each head has a learned scale, 1 at first as that of a norm
+    "class Attention(": "class HeadScale(RMSNorm):\n    def forward(self):\n"
+    "        return self.weight\n\n\nclass Attention(",
     "        self.head_dim = config.head_dim\n": "        self.head_dim = config.head_dim\n"
-    "        self.scale = HeadScale(config.n_heads)\n",
+    "        self.scale = HeadScale(config.n_heads, 0.0)\n",
     KEYS: f"q = q * self.scale()[:, None]\n        {KEYS}",
-    "(RMSNorm, nn.RMSNorm)": "(RMSNorm, nn.RMSNorm, HeadScale)",
 }
 
 FORWARD = "first in forward: the output of layers."
 TP = f"{FORWARD} ... under --tp a rank has some of the heads"
-NO_SUM = "another row without targets changes the loss"
 REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a scale that each stage repeats": ({EMBED: f"        x = 8 * x\n{EMBED}"}, dict(pp=2),
         f"{FORWARD} ... under --pp each stage calls Llama.forward on its layers"),
     "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, dict(tp=2), TP),
-    "keys handed on between stages": (
-        SHARED, dict(pp=2, n_layers=6),
-        "an error (TypeError in line  ... under --pp each stage"),
-    "a gradient": (
-        {FEATURES: f"{WITH_A_GRADIENT}({FEATURES})"}, dict(microbatch=1, tp=2, pp=2),
-        "first in backward: the gradient of the output of ... under --tp ... under --pp"),
+    "values handed on between stages": (
+        SHARED, dict(pp=2, n_layers=6), "an error (TypeError in line  ... under --pp each stage"),
     "keys of another microbatch": (
         SHARED_GLOBAL, dict(pp=2, microbatch=1, n_layers=4, checkpointing="full"),
         "first in backward: the gradient of the output of layers.1.feed_forward.w3"),
@@ -214,11 +181,9 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
         {"self.wq(x)": "self.wq(F.rms_norm(x, x.shape[-1:]))"}, dict(tp=2, async_tp=True),
         "leave out --async-tp"),
     "detached": ({"self.w1(x)": "self.w1(x).detach()"}, {},
-                 "the gradient of layers.1.feed_forward.w1.weight"),
-    "a mean": ({SUM: SUM.replace(".sum()", ".mean()")}, {}, NO_SUM),
-    "ignored targets": ({SUM: "return (losses + logits.logsumexp(-1)).sum()"}, {}, NO_SUM),
-    "a backward": ({"class Block(": DOUBLED, FEATURES: f"Doubled.apply({FEATURES})"}, {},
-                   "is not the slope of"),
+                 "the gradient of layers.1.feed_forward.w1.weight is not the slope of"),
+    "a mean": ({SUM: SUM.replace(".sum()", ".mean()")}, {},
+               "another row without targets changes the loss"),
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
@@ -238,20 +203,20 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "edits, style, split",
+    "edits, split",
     [
-        slow(SHARED, "", dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
-        (SHARED, "", dict(tp=2)),
-        (SCALES, "OfHeads()", dict(tp=2)),
+        slow(SHARED, dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
+        (SHARED, dict(tp=2)),
+        (SCALES, dict(tp=2)),
     ],
     ids=["pp", "tp", "tp of scales"],
 )
-def test_what_has_its_place_is_exact(edits, style, split, corpus, tmp_path):
-    """Keys of another layer as arguments; in PLAN, a number for each head."""
+def test_what_has_its_place_is_exact(edits, split, corpus, tmp_path):
+    """Values of another layer as arguments; in PLAN, a number for each head."""
     changed = changed_copy(tmp_path / "copy", edits=edits)
-    file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
-    if style:
-        planned = f'{place}\n    "layers.*.attention.scale": {style},'
+    if edits is SCALES:
+        file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
+        planned = f'{place}\n    "layers.*.attention.scale": OfHeads(),'
         source = file.read_text().replace("    NORM,\n", "    NORM,\n    OfHeads,\n")
         file.write_text(source.replace(place, planned))
     one, two = tmp_path / "one", tmp_path / "two"
@@ -292,22 +257,16 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     assert "model.py was changed: bench.py step counts" in prediction_note()
 
 
-def test_other_code_than_trained_a_run_is_told(corpus, sums, tmp_path):
-    """Generating, resuming and fine-tuning; another loss is not."""
+def test_other_code_than_trained_a_run_is_told(corpus, tmp_path):
+    """Generating and resuming; another loss is not."""
     no_rope = changed_copy(tmp_path / "copy", edits={"rotate(k, cos, sin)": "rotate(k, 1, 0)"})
     z_loss = changed_copy(tmp_path / "z-loss", "z_loss")
     run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, save_every=1), "--resume"]
     succeed(*run)
-    tune = ["finetune_lora.py", "--init", tmp_path / "run", "--data", sums, "--seq-len", 64]
-    tune += ["--batch", 4, "--steps", 1, "--out"]
     told = f"the code that trained {tmp_path / 'run' / 'step-'}"
     assert told not in succeed(*z_loss, *run, "--steps", 3).err
-    for command in (
-        ["generate.py", tmp_path / "run", "--prompt", "1 and"],
-        [*tune, tmp_path / "adapter"],
-        [*run, "--steps", 4],  # last: it saves the logits of this code
-    ):
-        assert told in succeed(*no_rope, *command).err, command
+    assert told in succeed(*no_rope, "generate.py", tmp_path / "run", "--prompt", "1 and").err
+    assert told in succeed(*no_rope, *run, "--steps", 4).err
 
 
 @pytest.mark.parametrize("nproc", [1, slow(2)])
@@ -371,20 +330,14 @@ def hugging_face(kind: str, weights: dict, tokens: torch.Tensor, **options) -> t
     return functional_call(peer, weights, kwargs={"input_ids": tokens}).logits
 
 
-MODELS = {
-    "experts": experts,
-    "gelu": gelu,
-    "sliding_window": sliding_window,
-    "z_loss": unchanged,
-}
+MODELS = dict(experts=experts, gelu=gelu, sliding_window=sliding_window, z_loss=unchanged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS, indirect=True)
 def test_it_computes_what_others_compute(name, changed, tmp_path):
     given, results = tmp_path / "given.pt", tmp_path / "results.pt"
-    batches = {packed: batch_of(packed) for packed in (False, True)}
-    rows = {packed: (b.tokens, b.targets, b.positions) for packed, b in batches.items()}
+    rows = {packed: batch_of(packed).inputs for packed in (False, True)}
     torch.save({"config": GROUPED, "batches": rows}, given)
     succeed(*changed, "tests/workers/outputs.py", given, results)
     result = torch.load(results)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import launch, metrics, refused, succeed
 from test_documents import one_by_one, random_positions
+from test_train import as_flags
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,8 +16,6 @@ from model import attend, document_mask
 from techniques import context_parallel as lower_right
 from techniques.context_parallel import SharedBatch, own_tokens, share_sequences, whole_sequences
 from text.batch import Batch
-
-# ------------------------------------------------------------------------- one rank by itself
 
 
 def shared(
@@ -42,10 +41,9 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
         monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     for within in (False, True) if packed else (False,):
         positions = random_positions(3, T, within) if packed else None
-        q, k, v = (torch.randn(3, T, h, 8, dtype=torch.float64) for h in (4, 2, 2))
-        mask = document_mask(positions, T) if packed else None
-        inputs = [t.requires_grad_() for t in (q, k, v)]
-        expected, parts = attend(*inputs, mask), []
+        sizes = ((3, T, heads, 8) for heads in (4, 2, 2))
+        q, k, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
+        expected, parts = attend(q, k, v, document_mask(positions, T) if packed else None), []
         for rank in range(n):
             batch = shared(positions, rank, n)
             documents = batch.documents
@@ -56,9 +54,8 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
             parts.append(documents.attend_to(own_tokens(q, rank, n), k, v))
         found = whole_sequences(torch.stack(parts))
         grad = torch.randn_like(found)
-        ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
-        for pair in zip((found, *ours), (expected, *theirs), strict=True):
-            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+        results = [(out, *torch.autograd.grad(out, (q, k, v), grad)) for out in (found, expected)]
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
@@ -90,12 +87,10 @@ def test_a_long_sequence_fits_on_four_ranks_and_not_on_one(tmp_path):
     """32,768 tokens, where each process may allocate 600 MB."""
     text, out = tmp_path / "numbers.txt", tmp_path / "run"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(30_000)))
-    sizes = dict(dim=64, n_layers=4, n_heads=2, n_kv_heads=1, ffn_dim=256, seq_len=32_768, batch=1)
-    given = sizes | dict(model="llama3.2-1b", data=text, tokenizer="bytes", steps=2, eval_every=0,
-                         out=out)  # fmt: skip
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    script = "tests/workers/limited_memory.py", 600, "train.py"
-    alone = launch(*script, *flags, timeout=300)
+    given = dict(dim=64, n_layers=4, n_heads=2, n_kv_heads=1, ffn_dim=256, seq_len=32_768, batch=1)
+    given |= dict(model="llama3.2-1b", data=text, tokenizer="bytes", steps=2, eval_every=0, out=out)
+    command = "tests/workers/limited_memory.py", 600, "train.py", *as_flags(given)
+    alone = launch(*command, timeout=300)
     refused(alone, "out of memory: a step is predicted", "--checkpointing")
-    succeed(*script, *flags, "--cp=4", "--resume", nproc=4, timeout=600)
+    succeed(*command, "--cp=4", "--resume", nproc=4, timeout=600)
     assert [row["step"] for row in metrics(out)] == [1, 2]

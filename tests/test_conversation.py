@@ -1,15 +1,16 @@
 """Texts and conversations by generate.py, compared with those of generate.stream."""
 
-import fcntl
+import contextlib
 import io
 import os
+import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,36 +18,31 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, succeed
 from test_chat import BYTES, assistant, user
-from test_formats import our_model, stored
+from test_formats import our_model, saved
 
 import generate as script
-from checkpoint import load_pretrained, write_checkpoint
+from checkpoint import load_pretrained
 from generate import generate, stream
 from model import Llama, LlamaConfig
 from text.chat import encode_prompt
 
-EOT = BYTES.special["<|eot_id|>"]
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.fixture(scope="module", params=[256], ids="max_seq_len={}".format)
-def base(request, tmp_path_factory):
-    """A random model that says capital letters only and, now and then, ends its answer."""
-    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=request.param)
+def speaker(path: Path, max_seq_len: int, *stop: int) -> Path:
+    """Write a random model that says capital letters only and, now and then, a token of `stop`."""
+    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=max_seq_len)
     model = our_model(config, seed=7, factor=6, norms=(1, 1))
-    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
+    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *stop]
     mute = [token for token in range(config.vocab_size) if token not in says]
     model.output.weight.data[mute] = 0  # with temperature 0, some other logit is higher
-    return saved(model, tmp_path_factory.mktemp("base") / "base")
+    return saved(path, model, BYTES)
 
 
-def saved(model: Llama, path: Path) -> Path:
-    write_checkpoint(path, model.config, stored(model), BYTES)
-    return path
-
-
-endless = pytest.mark.parametrize("base", [1_000_000], indirect=True)  # an answer takes minutes
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return speaker(tmp_path_factory.mktemp("base") / "base", 256, BYTES.special["<|eot_id|>"])
 
 
 def answer(base, *messages: dict, new: int = NEW) -> str:
@@ -80,6 +76,7 @@ def talk(base, monkeypatch, capsys):
 
     talk.calls = []
     monkeypatch.setattr(script, "stream", recorded)
+    monkeypatch.setattr(script.plumbing.endings, "ctrl_c_raises", None)  # only in a terminal
     return talk
 
 
@@ -88,9 +85,8 @@ def talk(base, monkeypatch, capsys):
 POEM = "El niño soñó: 漢字 y 🙂.\n"
 
 
-@pytest.fixture(scope="module")
-def poet(tmp_path_factory):
-    """A model that has learnt a line by heart."""
+def test_one_prompt_or_several_are_continued(tmp_path):
+    """By a model that has learnt a line by heart."""
     model = Llama(LlamaConfig(64, 2, 4, 4, 128, vocab_size=267, max_seq_len=256))
     model.init_weights(seed=0)
     tokens = torch.tensor([BYTES.encode(POEM * 2, bos=True)])
@@ -99,30 +95,26 @@ def poet(tmp_path_factory):
         model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return saved(model, tmp_path_factory.mktemp("poet") / "poet")
-
-
-def test_a_learnt_text_is_printed_once(poet):
+    poet = saved(tmp_path / "poet", model, BYTES)
     flags = ["--max-new-tokens", len(POEM[6:].encode()), "--temperature", 0, "--seed", 3]
-    result = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=2)
-    assert result.out == f"{POEM}\n"  # characters of several tokens are whole
+    printed = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=2).out
+    assert printed == f"{POEM}\n"  # characters of several tokens are whole
 
-
-def test_several_prompts(poet):
     prompts = ["El", "soñó: 漢"]
     encoded = [BYTES.encode(prompt, bos=True) for prompt in prompts]
-    expected = generate(load_pretrained(poet), encoded, 30, temperature=0)
-    flags = [text for prompt in prompts for text in ("--prompt", prompt)]
-    result = succeed("generate.py", poet, *flags, "--max-new-tokens", 30, "--temperature", 0)
+    expected = generate(model.eval(), encoded, 30, temperature=0)
+    flags = ["--prompt", prompts[0], "--prompt", prompts[1], "--max-new-tokens", 30]
+    printed = succeed("generate.py", poet, *flags, "--temperature", 0).out
     for prompt, tokens in zip(prompts, expected):
-        assert f"--- {prompt}{BYTES.decode(tokens)}" in result.out
+        assert f"--- {prompt}{BYTES.decode(tokens)}" in printed
 
 
 # -------------------------------------------------------------------------------- with a pipe
 
 
 def test_each_answer_follows_the_whole_conversation(base, talk):
-    """Empty lines are no messages, and neither prompts nor stop tokens are printed."""
+    """Empty lines are no messages, neither prompts nor stop tokens are printed, and bytes that are
+    not UTF-8 are replaced."""
     hi, why = user("Hi"), user("Why?")
     first = answer(base, hi)
     second = answer(base, hi, assistant(first), why)
@@ -132,6 +124,7 @@ def test_each_answer_follows_the_whole_conversation(base, talk):
     printed = talk("\nHi\n  \n\nWhy?\nHi")
     assert printed.out == f"{first}\n{second}\n{third}\n" and printed.err == ""
     assert talk("").out == ""
+    assert talk(b"caf\xe9\n").out == answer(base, user("caf\ufffd")) + "\n"
 
 
 @pytest.mark.parametrize("prompt", [[], ["--prompt", "Hi"]], ids=["conversation", "prompt"])
@@ -149,10 +142,6 @@ def test_every_answer_has_random_numbers_of_its_own(talk):
     printed = talk("Hi\nHi\nHi\n", "--seed", 5, temperature=3).out
     assert printed.startswith(alone) and alone != other
     assert [seed for _, seed in talk.calls] == [5, 6, 5, 6, 7]
-
-
-def test_bytes_that_are_not_utf_8(base, talk):
-    assert talk(b"caf\xe9\n").out == answer(base, user("caf\ufffd")) + "\n"
 
 
 # ------------------------------------------------------------------------- when it gets too long
@@ -186,101 +175,66 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base
 # -------------------------------------------------------------------------------- in a terminal
 
 
-class Terminal:
-    """generate.py in a terminal of its own."""
-
-    def __init__(self, *arguments):
-        self.master, slave = os.openpty()
-        settings = termios.tcgetattr(slave)
-        settings[3] |= termios.NOFLSH  # Ctrl-C discards nothing that is not yet on the screen
-        termios.tcsetattr(slave, termios.TCSANOW, settings)
-        self.shown = ""
-        options = dict.fromkeys(("stdin", "stdout", "stderr"), slave) | dict(start_new_session=True)
-        options |= dict(env=ENVIRONMENT | {"TERM": "dumb"})
-        options |= dict(preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # sends Ctrl-C
-        command = [sys.executable, ROOT / "generate.py", *map(str, arguments)]
-        self.process = subprocess.Popen(command, **options)
-        os.close(slave)
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-    def shows(self, pattern: str, seconds: float) -> re.Match | None:
-        """Wait until the terminal shows a pattern; return it. The next one is looked for after it.
-        A pattern that ends with $ is waited for at the end of what is shown."""
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.shown)):
-            left = deadline - time.monotonic()
-            if left < 0 or not select.select([self.master], [], [], left)[0]:
-                return None
-            try:
-                self.shown += os.read(self.master, 65536).decode()
-            except OSError:  # the program has ended
-                pytest.fail(f"ended without {pattern!r} in {self.shown!r:.2000}")
-            self.shown = self.shown.replace("\r\n", "\n")  # which may come one by one
-        self.shown = self.shown[found.end() :]
-        return found
-
-    def wait_for(self, pattern: str, press: str = "") -> re.Match:
-        """Press keys, and wait until the terminal shows a pattern."""
-        os.write(self.master, press.encode())
-        found = self.shows(pattern, 120)
-        return found or pytest.fail(f"no {pattern!r} in {self.shown!r:.2000}")
-
-    def clear_line(self) -> None:
-        """Press Ctrl-C at the prompt until there is another: one that comes while readline handles
-        a key is not noticed before the line ends."""
-        for _ in range(30):
-            os.write(self.master, CTRL_C.encode())
-            if self.shows("\n> $", 2):
-                return
-        pytest.fail(f"no other prompt in {self.shown!r:.2000}")
-
-
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
-@endless
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base):
-    with Terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as terminal:
-        terminal.wait_for("Ctrl-C stops an answer, .*\n> $")
-        terminal.wait_for("Hi.*\n", press="Hix\x7f\n")  # the line editor removes the x
-        said = terminal.wait_for("[A-Z]{20}").group()
-        said += "".join(terminal.wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $", press=CTRL_C).groups())
+@contextlib.contextmanager
+def in_a_terminal(*arguments) -> Iterator[Callable]:
+    """Run generate.py in a terminal of its own. Yields a function that presses keys until the
+    terminal shows a pattern: once more whenever it has shown nothing for `again` seconds. What is
+    shown up to the match is forgotten; a pattern that ends with $ waits for the end of the rest."""
+    process, terminal = pty.fork()
+    if process == 0:
+        command = [sys.executable, ROOT / "generate.py", *arguments]
+        os.execve(sys.executable, list(map(str, command)), ENVIRONMENT | {"TERM": "dumb"})
+    settings = termios.tcgetattr(terminal)
+    settings[3] |= termios.NOFLSH  # Ctrl-C discards nothing that is not yet on the screen
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    shown = ""
+
+    def wait_for(pattern: str, press: str = "", again: int = 120) -> re.Match:
+        nonlocal shown
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            os.write(terminal, press.encode())
+            while not (found := re.search(pattern, shown)) and time.monotonic() < end:
+                if not select.select([terminal], [], [], again)[0]:
+                    break
+                shown += os.read(terminal, 65536).decode()
+                shown = shown.replace("\r\n", "\n")  # which may come one by one
+            if found:
+                shown = shown[found.end() :]
+                return found
+        pytest.fail(f"no {pattern!r} in {shown!r:.2000}")
+
+    try:
+        yield wait_for
+        with pytest.raises(OSError):  # the program has ended
+            wait_for("no more")
+    finally:
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        os.close(terminal)
+    assert status == 0
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(tmp_path):
+    base = speaker(tmp_path / "base", 1_000_000)  # an answer takes minutes
+    with in_a_terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as wait_for:
+        wait_for("Ctrl-C stops an answer, .*\n> $")
+        wait_for("Hi\n", press="Hi\n")
+        said = wait_for("[A-Z]{20}").group()
+        said += "".join(wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $", press=CTRL_C).groups())
         assert said == answer(base, user("Hi"), new=len(said))
 
-        terminal.wait_for("not sent$", press="not sent")
-        terminal.clear_line()
-        terminal.wait_for("Why[?]\n", press="Why?\n")
+        wait_for("not sent$", press="not sent")
+        wait_for("\n> $", press=CTRL_C, again=2)  # one that comes while it handles a key is lost
+        wait_for("Why[?]\n", press="Why?\n")
         expected = answer(base, user("Hi"), assistant(said), user("Why?"), new=30)
         assert expected != answer(base, user("Hi"), user("Why?"), new=30)
-        assert terminal.wait_for("[A-Z]{30}").group() == expected
-        terminal.wait_for("\n> $", press=CTRL_C)
+        assert wait_for("[A-Z]{30}").group() == expected
+        wait_for("\n> $", press=CTRL_C)
 
-        terminal.wait_for("Why[?]$", press=UP)  # the history of the line editor
-        terminal.clear_line()
-        terminal.wait_for("\n$", press=CTRL_D)
-        assert terminal.process.wait(60) == 0
-
-
-@endless
-def test_without_a_terminal_ctrl_c_ends_the_program(base):
-    command = [sys.executable, ROOT / "generate.py", base, "--chat", "--max-new-tokens=900000"]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([*command, "--temperature=0"], env=ENVIRONMENT, **pipes)
-    try:
-        process.stdin.write(b"Hi\nHi\n")
-        process.stdin.flush()
-        assert select.select([process.stdout], [], [], 60)[0]
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert re.fullmatch(rb"[A-Z]+", out) and err == b"error: interrupted\n"
-    assert process.returncode == 128 + signal.SIGINT
+        wait_for("Why[?]$", press=UP)  # the history of the line editor
+        wait_for("\n> $", press=CTRL_C, again=2)
+        wait_for("\n$", press=CTRL_D)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import succeed
+from test_chat import BYTES, marked
 
 import data
 from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
@@ -18,52 +18,58 @@ from runs.rules import choose_steps
 from text.corpora import Reading, find_files, read_pieces
 from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-BYTES = load_tokenizer("bytes")
-
 # -------------------------------------------------------------------------- corpora, token files
 
 
-def documents(directory, split) -> str:
-    """Everything in the token files of one split, as text with visible special tokens."""
+def documents(directory, split: str) -> str:
+    """Return the text of all token files of a split, with special tokens in curly brackets."""
     tokenizer = load_tokenizer(data.tokenizer_of_token_files([str(directory)]))
-    names = {token: name for name, token in tokenizer.special.items()}
     tokens = np.concatenate([open_token_file(p) for p in sorted(directory.glob(f"{split}_*.bin"))])
-    return "".join(names.get(i) or chr(i) for i in tokens.tolist())
+    return marked(tokens.tolist(), tokenizer)
 
 
-def test_tokenize_files_and_lines(tmp_path, monkeypatch):
+def test_tokenize_files_and_lines(tmp_path, text, monkeypatch):
+    """By a tokenizer.json, which the token files keep as a tokenizer.model."""
     monkeypatch.setattr(data, "TOKENS_PER_FILE", 500)
-    source = tmp_path / "source"
+    train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
+    save_tokenizer(tmp_path, load_tokenizer(str(tmp_path)))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     (source / "a.txt").write_text("first\nfile\n")
     (source / "b.md").write_text("second")
     (source / "image.png").write_bytes(b"\x89PNG\0")  # not text, and not searched for
     lines = [f"line {i}" for i in range(200)]
     (source / "c.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines))
-    out = tmp_path / "out"
-    data.tokenize(find_files([str(source)]), BYTES, out, Reading(val_fraction=0.2))
-    texts = [documents(out, split) for split in ("train", "val")]
-    assert all(text.startswith("<|begin_of_text|>") for text in texts)
-    train, val = (f"<|eot_id|>{text}".split("<|eot_id|><|begin_of_text|>")[1:] for text in texts)
-    assert sorted(train + val) == sorted(["first\nfile\n", "second", *lines])
+    data.tokenize(find_files([str(source)]), tokenizer, out, Reading(val_fraction=0.2))
+    of_splits = ["{eot_id}" + documents(out, split) for split in ("train", "val")]
+    train, val = (text.split("{eot_id}{begin_of_text}") for text in of_splits)
+    assert sorted(train + val) == sorted(["", "", "first\nfile\n", "second", *lines])
     assert 20 <= len(val) <= 60
     sizes = [len(open_token_file(path)) for path in sorted(out.glob("train_*.bin"))]
     assert sizes[:-1] == [500] * (len(sizes) - 1) and 0 < sizes[-1] <= 500
     metadata = json.loads((out / "data.json").read_text())
     assert metadata["train_tokens"] == sum(sizes)
+    assert metadata["tokenizer_hash"] == tokenizer.hash == load_tokenizer(str(out)).hash
 
 
-def test_token_files_are_llm_c_format(tmp_path, text):
-    out, small_bpe = tmp_path / "out", tmp_path / "tokenizer.model"
-    train_tokenizer([str(text)], 400, small_bpe)
-    succeed("data.py", "tokenize", text, "--tokenizer", small_bpe, "--out", out)
-    raw = (out / "train_000000.bin").read_bytes()
-    header = np.frombuffer(raw[:1024], "<i4")
-    body = np.frombuffer(raw[1024:], "<u2")
-    assert header[:3].tolist() == [20240520, 1, len(body)] and not header[3:].any()
-    tokenizer = load_tokenizer(data.tokenizer_of_token_files([str(out)]))
-    written = tokenizer.decode(body[1:].tolist())
-    assert body[0] == tokenizer.bos and text.read_text().startswith(written)
+def write_tokens(directory, name: str, vocab_size: int, tokens: np.ndarray) -> None:
+    writer = TokenFileWriter(directory, name, vocab_size)
+    writer.write(tokens.astype(np.uint32))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "vocab_size, kind, dtype", [(1 << 16, (20240520, 1), "<u2"), (70_000, (20240801, 7), "<u4")]
+)
+def test_token_files_are_llm_c_format(tmp_path, vocab_size, kind, dtype):
+    """A vocabulary of more than 2^16 tokens takes four bytes a token."""
+    tokens, path = np.array([1, vocab_size - 1, 7]), tmp_path / "train_000000.bin"
+    write_tokens(tmp_path, "train", vocab_size, tokens)
+    header = np.fromfile(path, "<i4", 256)
+    assert header[:3].tolist() == [*kind, 3] and not header[3:].any()
+    assert np.fromfile(path, dtype, offset=1024).tolist() == tokens.tolist()
+    assert open_token_file(path).tolist() == tokens.tolist()
 
 
 def test_the_end_of_a_few_texts_is_held_out(tmp_path):
@@ -86,30 +92,6 @@ def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
     monkeypatch.setattr(data, "tokenize", None)  # is not called again
     again, _ = open_windows([str(text)], BYTES, 32)
     assert len(again) == len(train)
-
-
-def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, text):
-    train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
-    save_tokenizer(tmp_path, load_tokenizer(str(tmp_path)))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    data.tokenize([text], tokenizer, tmp_path / "out", Reading())
-    kept = load_tokenizer(data.tokenizer_of_token_files([str(tmp_path / "out")]))
-    assert kept.hash == tokenizer.hash
-    open_windows([str(tmp_path / "out")], kept, 32)
-
-
-def write_tokens(directory, name: str, vocab_size: int, tokens: np.ndarray) -> None:
-    writer = TokenFileWriter(directory, name, vocab_size)
-    writer.write(tokens.astype(np.uint32))
-    writer.close()
-
-
-def test_large_vocabularies_take_four_bytes(tmp_path):
-    tokens = np.array([1, 128_255, 70_000])
-    write_tokens(tmp_path, "train", 128_256, tokens)
-    header = np.fromfile(tmp_path / "train_000000.bin", "<i4", 256)
-    assert header[:3].tolist() == [20240801, 7, 3]
-    assert open_token_file(tmp_path / "train_000000.bin").tolist() == tokens.tolist()
 
 
 def test_token_files_of_other_projects_without_validation(tmp_path):
@@ -174,8 +156,7 @@ def test_compressed_files_and_arrays_are_read_as_their_text(tmp_path):
     assert [piece.text for piece in bodies] == [record["body"] for record in records]
 
 
-def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, capsys):
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "a.txt").write_text("good " * 99)
@@ -189,15 +170,7 @@ def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsy
     assert f"left out 3 documents: {tmp_path}/tokens/left-out.txt" in told
     found = f"501 tokens of 2 documents; held out: 6 tokens of 1; {503 / 507:.2f} bytes a token"
     assert found in told
-    assert "good good" in kept
-    assert kept.endswith(("one", "three"))
-
-
-def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
-    found = [piece.text for piece in read_pieces([path], Reading(val_fraction=0))]
-    assert found == ["a\ufffdb", "🙂"]
+    assert "good good" in kept and kept.endswith(("one", "three"))
 
 
 def test_what_is_left_out_of_a_directory_is_counted(tmp_path, capsys):
@@ -245,29 +218,23 @@ def test_a_checksum_notices_other_files(size):
     assert Windows([tokens], 20, BYTES).checksum() == checksums[0]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 65, 1000, 4097])
-@pytest.mark.parametrize("seed, epoch", [(0, 0), (1, 3)])
-def test_every_window_comes_once_an_epoch(n, seed, epoch):
-    order = [window_of(epoch * n + i, n, seed) for i in range(n)]
-    assert sorted(order) == list(range(n))
-
-
-def test_order_differs_by_epoch_and_seed_looks_random_and_is_not_stored():
+def test_every_window_comes_once_an_epoch_in_an_order_that_looks_random():
+    """The order differs by epoch and seed, and is not stored."""
+    for n in (1, 2, 3, 5, 64, 65, 1000, 4097):
+        for seed, epoch in ((0, 0), (1, 3)):
+            assert sorted(window_of(epoch * n + i, n, seed) for i in range(n)) == list(range(n))
     assert len({window_of(i, 10**12, 0) for i in range(1000)}) == 1000
-    n = 1000
-    orders = [
-        np.array([window_of(epoch * n + i, n, seed) for i in range(n)])
-        for seed, epoch in [(0, 0), (0, 1), (1, 0)]
-    ]
-    for i, a in enumerate(orders):
-        for b in [np.arange(n), *orders[:i]]:
-            assert (a == b).sum() < 10  # one is to be expected
-            assert abs(np.corrcoef(a, b)[0, 1]) < 0.15
+    starts = [(0, 0), (0, 1000), (1, 0)]  # of epochs, with their seeds
+    orders = [[window_of(start + i, 1000, seed) for i in range(1000)] for seed, start in starts]
+    orders = np.array([range(1000), *orders])
+    for i, a in enumerate(orders[1:], 1):
+        assert ((a == orders[:i]).sum(1) < 10).all()  # one is to be expected
+        assert (abs(np.corrcoef(a, orders[:i])[0, 1:]) < 0.15).all()
         assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.15
 
 
 def test_sources_have_their_shares_in_any_round():
-    """Of three sources; each is read in the order that it has alone, and on any number of ranks."""
+    """Of three sources; each is read in the order that it has alone."""
     sources, seed = [(50, 7), (1000, 2), (3, 1)], 4
     rows = [row_of(i, sources, seed) for i in range(600)]
     starts = [0, 50, 1050, 1053]
@@ -282,16 +249,6 @@ def test_sources_have_their_shares_in_any_round():
             assert sorted(own[part]) == sorted(alone[part])
     of_one = [row_of(i, [(50, 1)], seed) for i in range(120)]
     assert of_one == [window_of(i, 50, seed) for i in range(120)]
-    dataset = SimpleNamespace(sources=sources, batch=list)
-    for ranks in (1, 2, 4):
-        read = []
-        for rank in range(ranks):
-            world = SimpleNamespace(data_size=ranks, data_rank=rank, cp_mesh=None)
-            world.parallel = SimpleNamespace(cp=1)
-            args = SimpleNamespace(batch=8, seed=seed)
-            dataset.batch = lambda rows: SimpleNamespace(positions=None, rows=rows)
-            read += data.local_batch(args, world, dataset, 3).rows
-        assert read == rows[16:24]
 
 
 def test_weights_of_sources(tmp_path, monkeypatch):
@@ -312,7 +269,8 @@ def test_weights_of_sources(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
-    """Windows of training have the same loss where they cover the file."""
+    """Windows of training have the same loss where they cover the file. A row of padding, None, has
+    no targets."""
     T = 12
     tokens = np.random.default_rng(0).integers(0, 256, 5 * T + 1)
     tokens[[0, 3, 11, 12, 13, 24, 40, 59, 60]] = BYTES.bos
@@ -321,7 +279,7 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
     model.init_weights()
     windows = Windows([tokens.astype(np.uint16)], T, BYTES, document_mask=masked)
     rows = data.open_text([str(tmp_path)], BYTES, T, Reading(), masked)
-    batches = [dataset.batch([*range(len(dataset))]) for dataset in (windows, rows)]
+    batches = [dataset.batch([*range(len(dataset)), None]) for dataset in (windows, rows)]
     with torch.no_grad():
         losses = [model(*batch.inputs).item() for batch in batches]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
@@ -339,24 +297,6 @@ def test_epochs_are_steps(epochs, steps):
     assert said == f"100 sequences an epoch, {steps * 8 / 100:.3g} epochs"
     two = describe_epochs(SimpleNamespace(steps=10, batch=10), [(30, 3), (14, 7)])
     assert two == "30 sequences an epoch, 1 epochs and 14 sequences an epoch, 5 epochs"
-
-
-def test_batch_holds_targets_positions_and_bytes(monkeypatch):
-    monkeypatch.setattr("text.batch.LARGEST_R", {})
-    bos, eos = BYTES.bos, BYTES.eos
-    stream = np.array([65, 66, eos, bos, 67, 68, 69, eos, bos, 70, 71, 72, 73], dtype=np.uint16)
-    batch = Windows([stream], 6, BYTES, document_mask=True).batch([0, 1, None])
-    assert batch.tokens[:2].tolist() == [[65, 66, eos, bos, 67, 68], [69, eos, bos, 70, 71, 72]]
-    assert batch.targets[:2].tolist() == [[66, eos, bos, 67, 68, 69], [eos, bos, 70, 71, 72, 73]]
-    assert (batch.targets[2] == IGNORE).all()
-    assert batch.positions[:2].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]
-    assert batch.text_bytes == 4 + 4
-    microbatches = batch.microbatches(2)
-    assert [len(part.tokens) for part in microbatches] == [2, 1]
-    assert torch.equal(torch.cat([part.positions for part in microbatches]), batch.positions)
-    assert batch.starts.tolist() == [[0, 3], [0, 2], [0, 3]]
-    assert microbatches[0].documents.starts.tolist() == [0, 3, 6, 8, 12]
-    assert microbatches[1].documents.max_length == 6
 
 
 def test_reading_ahead_keeps_order_and_raises_errors():

@@ -9,96 +9,72 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, launch, metrics, refused, slow, succeed
-from exact import FOUR_HEADS, TIED, assert_same, case, plain_adamw, train
-from test_train import flags, same_losses, weights
+from exact import FOUR_HEADS, assert_same, case, plain_adamw, plain_model, plain_step, train
+from test_train import flags, resumes, weights
 from workers.drill import kill, ranks_of, running
-from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
+from workers.train_cases import BATCH, batch_of
 
 from config import ParallelConfig, Work
 from costs.page import holds
-from model import IGNORE, LlamaConfig
+from model import LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError, check_restarts
 
 ALONE = dict(dp="diloco", every=3, outer_lr=0.7, outer_momentum=0.9, replicate=2)
 MEAN = ALONE | dict(every=1, outer_lr=1.0, outer_momentum=0.0)
-SMALL = FOUR_HEADS | TIED
+SMALL = FOUR_HEADS | dict(tie_embeddings=True)
 CASES = {  # of two ranks, of four
     2: {"alone": case(SMALL, 2, **ALONE), "mean": case(SMALL, 2, **MEAN)},
     4: {"shards": case(SMALL, 2, **ALONE, shard=2), "tp": case(FOUR_HEADS, 2, **ALONE, tp=2)},
 }
-STEPS = 6
-
-
-@pytest.fixture(scope="module", params=[2, slow(4)])
-def trained(request, tmp_path_factory):
-    cases = {name: given | dict(steps=STEPS) for name, given in CASES[request.param].items()}
-    return request.param, cases, train(tmp_path_factory.mktemp("apart"), request.param, cases)
+STEPS, OUTER = 6, ("replicate", "all-reduce")
 
 
 def plain_diloco(given: dict) -> dict:
     """Train two replicas one after another in plain PyTorch; return what assert_same compares."""
-    batch, rows, first_gradients, models, steps = batch_of(False), [], None, [], []
+    replicas, rows, first_gradients = [], [], {}
     for _ in range(2):
-        model = build(given["config"], None).double()
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        initialize(model)
-        models.append(model)
-        steps.append(plain_adamw(dict(model.named_parameters()), 1e-2).step)
-    outer = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    first = {name: p.detach().clone() for name, p in outer.items()}
+        model = plain_model(given["config"])
+        named = dict(model.named_parameters())
+        replicas.append((model, named, plain_adamw(named, 1e-2)))
+    first = {name: p.detach().clone() for name, p in named.items()}
+    outer = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
     parallel = ParallelConfig(**given["parallel"])
     lr, momentum = parallel.outer_lr, parallel.outer_momentum
     outer_step = torch.optim.SGD(outer.values(), lr, momentum, nesterov=momentum > 0).step
     for step in range(1, STEPS + 1):
-        loss, norms, parts = 0.0, [], (slice(i, i + BATCH // 2) for i in (0, BATCH // 2))
-        for model, adamw, part in zip(models, steps, parts):
-            targets = batch.targets[part]
-            logits = model(batch.tokens[part])
-            mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
-            mean.backward()
-            loss += mean.item() * (targets != IGNORE).sum().item()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-            adamw()
-            model.zero_grad()
+        own_rows, halves = [], batch_of(packed=False).microbatches(BATCH // 2)
+        for (model, named, adamw), half in zip(replicas, halves, strict=True):
+            row, gradients = plain_step(model(half.tokens), half.targets, named, adamw)
+            own_rows.append(row)
         first_gradients = first_gradients or gradients  # of the last replica, as the worker's
-        targets = (batch.targets != IGNORE).sum().item()
-        rows.append((loss / targets, targets, norms[0]))  # rank 0's
+        (loss, n, norm), (other_loss, other_n, _) = own_rows
+        rows.append(((n * loss + other_n * other_loss) / (n + other_n), n + other_n, norm))
         if step % parallel.every == 0:
             for name, p in outer.items():
-                p.grad = sum(p.detach() - m.get_parameter(name).detach() for m in models) / 2
+                p.grad = sum(p.detach() - own[name].detach() for _, own, _ in replicas) / 2
             outer_step()
-            for model in models:
-                for name, p in model.named_parameters():
+            for _, own, _ in replicas:
+                for name, p in own.items():
                     p.data.copy_(outer[name])
     return dict(rows=rows, gradients=first_gradients, first=first, last=outer)
 
 
-def test_replicas_train_as_in_plain_pytorch(trained):
-    _, cases, results = trained
-    for name, given in cases.items():
-        assert_same(results[name], plain_diloco(given))
-
-
-def test_an_outer_step_sends_what_is_predicted(trained):
-    """The last step, which is counted, has one of every H."""
-    _, cases, results = trained
-    outer = "replicate", "all-reduce"
-    for name, given in cases.items():
-        (_, nbytes), every = results[name]["predicted"][outer], given["parallel"]["every"]
-        assert results[name]["sent"][outer][1] == pytest.approx(every * nbytes, rel=0.01)
+@pytest.mark.parametrize("nproc", [2, slow(4)])
+def test_replicas_train_as_in_plain_pytorch_and_send_what_is_predicted(nproc, tmp_path):
+    """The last step, whose traffic is counted, has one outer step of every H."""
+    cases = {name: given | dict(steps=STEPS) for name, given in CASES[nproc].items()}
+    for name, result in train(tmp_path, nproc, cases).items():
+        assert_same(result, plain_diloco(cases[name]))
+        (_, nbytes), every = result["predicted"][OUTER], cases[name]["parallel"]["every"]
+        assert result["sent"][OUTER][1] == pytest.approx(every * nbytes, rel=0.01)
 
 
 def test_memory_has_the_outer_copy_and_its_momentum():
-    model = build_on_meta(LlamaConfig(**FOUR_HEADS | TIED))
-    hsdp, alone = (
-        holds(Work(model, ParallelConfig(dp=dp, replicate=2, shard=2), 8, 2, 13))
-        for dp in ("hsdp", "diloco")
-    )
+    model = build_on_meta(LlamaConfig(**SMALL))
+    options = (ParallelConfig(dp, replicate=2, shard=2) for dp in ("hsdp", "diloco"))
+    hsdp, alone = (holds(Work(model, parallel, 8, 2, 13)) for parallel in options)
     more = dict.fromkeys(("kept", "peak"), 2 * hsdp["parameters"])
     expected = {name: nbytes + more.get(name, 0) for name, nbytes in hsdp.items()}
     assert alone == pytest.approx(expected, rel=0.01)  # the page does not pad the copy's rows
@@ -106,39 +82,27 @@ def test_memory_has_the_outer_copy_and_its_momentum():
 
 @pytest.mark.parametrize("nproc, shard", [(2, 1), slow(4, 2)])
 def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, shard):
-    more = dict(dp="diloco", every=4, shard=shard, steps=8, eval_every=4, keep=0)
-    whole, out = tmp_path / "whole", tmp_path / "resumed"
-    given = flags(corpus, whole, **more | dict(save_every=2))
-    told = succeed("train.py", *given, nproc=nproc).out
+    more = dict(dp="diloco", every=4, shard=shard, steps=8, save_every=2, eval_every=4, keep=0)
+    command = "train.py", *flags(corpus, tmp_path, **more)
+    told = succeed(*command, nproc=nproc).out
     assert "by 0.25 all-reduce over replicate" in told
-    out.mkdir()
-    shutil.copytree(whole / "step-00000006", out / "step-00000006")
-    again = succeed("train.py", *flags(corpus, out, **more), "--resume", nproc=nproc)
-    assert "resumed from" in again.out
-    rows = metrics(whole)[6:], metrics(out)
-    same_losses(*rows)
-    assert rows[0][-1]["val_loss"] == rows[1][-1]["val_loss"]
-    outer = whole / "step-00000006", whole / "step-00000004"  # both save the outer copy
-    for pair in ((whole, out), outer):
-        assert all(map(torch.equal, *(weights(saved).values() for saved in pair)))
+    both = (weights(tmp_path / f"step-0000000{step}").values() for step in (4, 6))
+    assert all(map(torch.equal, *both))  # both save the outer copy
+    resumes(tmp_path, 6, weights, *command, nproc=nproc)
 
 
-@pytest.mark.parametrize("before, then", [(1, 2), slow(2, 1)])
-def test_fewer_replicas_go_on_and_new_ones_begin_as_copies(corpus, tmp_path, before, then):
+def test_new_replicas_begin_as_copies(corpus, tmp_path):
     """Between outer steps. Copies of the only replica have its loss in the first step."""
     more, out = dict(dp="diloco", every=4, shard=1, batch=6), tmp_path / "out"
-    given = flags(corpus, out, **more | dict(steps=4, save_every=2))
-    succeed("train.py", *given, nproc=before)
+    succeed("train.py", *flags(corpus, out, **more, steps=4, save_every=2), nproc=1)
     alone = metrics(out)
     shutil.rmtree(out / "step-00000004")
-    again = flags(corpus, out, **more | dict(steps=8))
-    told = succeed("train.py", *again, "--resume", nproc=then).out
-    assert f"note: {before} replicas were saved, and {then} go on" in told
+    told = succeed("train.py", *flags(corpus, out, **more, steps=8), "--resume", nproc=2).out
+    assert "note: 1 replicas were saved, and 2 go on" in told
     rows = metrics(out)
     assert [row["step"] for row in rows] == [*range(1, 9)]
-    if before == 1:
-        assert rows[2]["loss"] == pytest.approx(alone[2]["loss"], rel=1e-12)
-        assert rows[3]["loss"] != alone[3]["loss"]  # by then they have trained apart
+    assert rows[2]["loss"] == pytest.approx(alone[2]["loss"], rel=1e-12)
+    assert rows[3]["loss"] != alone[3]["loss"]  # by then they have trained apart
     together = flags(corpus, out, batch=6, steps=12, dp="fsdp")
     refused(launch("train.py", *together, "--resume", nproc=2), "cannot load", "it lacks")
 

@@ -1,25 +1,30 @@
 """README.md and docs: every command is one that its script takes, and runs, in small; every link
 and picture exists."""
 
-import importlib
 import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_model, launch, succeed
+from conftest import (
+    ENVIRONMENT,
+    ROOT,
+    changed_copy,
+    hugging_face_model,
+    launch,
+    parsed_by,
+    succeed,
+)
 from test_train import flags
 
 from data import train_tokenizer
 from model import LlamaConfig
-from plumbing.parser import Parser
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,10 +62,10 @@ def parse(page: Path, line: str) -> list[Command]:
     commands = []
     for part in line.split(" && "):
         words = [word for word in shlex.split(part, comments=True) if word != "..."]
+        if words[:1] == ["time"]:
+            del words[0]
         if not words or words[0] in OTHERS:
             continue
-        if words[0] == "time":
-            del words[0]
         launcher, nproc = [], 0
         if words[0] == "perf/two_nodes.sh":
             launcher, nproc, words = words[:2], int(words[2]), words[3:]
@@ -75,7 +80,7 @@ def parse(page: Path, line: str) -> list[Command]:
         elif words[:2] == ["python", "-m"]:
             words = [f"{words[2].replace('.', '/')}.py", *words[3:]]
         elif words[0] == "python":
-            del words[0]
+            words = words[1:]
         if words:
             commands.append(Command(page.name, line, words[0], words[1:], nproc, launcher))
     return commands
@@ -91,30 +96,17 @@ def test_commands_are_found():
     assert any(command.launcher[:1] == ["perf/two_nodes.sh"] for command in COMMANDS)
 
 
-class Taken(Exception):
-    pass
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page}: {c.text}")
-def test_a_script_takes_the_flags(command, monkeypatch):
+def test_a_script_takes_the_flags(command):
+    """And the ranks of a training can share its batch."""
     assert (ROOT / command.script).exists()
-    if command.script not in SCRIPTS:
-        return
-    parse_args = Parser.parse_args
-
-    def parse_and_stop(parser, *given):
-        args = parse_args(parser, *given)
-        if command.script in ("train.py", "finetune_lora.py"):
-            nodes = dict(zip(command.launcher[::2], command.launcher[1::2])).get("--nnodes", 1)
-            for n in map(int, str(nodes).split(":")):
-                ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)
-                assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
-        raise Taken
-
-    monkeypatch.setattr(Parser, "parse_args", parse_and_stop)
-    monkeypatch.setattr(sys, "argv", [command.script, *command.arguments])
-    with pytest.raises(Taken):
-        importlib.import_module(command.script.removesuffix(".py")).main()
+    if command.script in SCRIPTS:
+        args = parsed_by(command.script, *command.arguments)
+    if command.script in ("train.py", "finetune_lora.py"):
+        nodes = dict(zip(command.launcher[::2], command.launcher[1::2])).get("--nnodes", "1")
+        for n in map(int, nodes.split(":")):
+            ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)
+            assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
 
 
 def test_the_numbers_of_the_slurm_script_fit_together():
@@ -158,18 +150,13 @@ def test_the_readme_is_short():
 
 @pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
+    """All but that of a step, which is no longer measured."""
     pytest.importorskip("matplotlib")
-    copy = tmp_path / "docs"
-    shutil.copytree(ROOT / "docs", copy)
-    measured = {"bubble.svg"}  # a step, whose picture is no longer drawn
-    drawn = {path.name for path in copy.glob("*.svg")} - measured
-    for path in copy.glob("*.svg"):
-        path.unlink()
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg"))
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, copy / "pictures.py"], env=environment, check=True)
-    assert {path.name for path in copy.glob("*.svg")} == drawn
-    for name in drawn:
-        assert "prefers-color-scheme: dark" in (copy / name).read_text()
+    subprocess.run([sys.executable, tmp_path / "docs/pictures.py"], env=environment, check=True)
+    names = [{path.name for path in home.glob("docs/*.svg")} for home in (ROOT, tmp_path)]
+    assert names[0] == names[1] | {"bubble.svg"}
 
 
 # -------------------------------------------------------------------------------- they run
@@ -183,7 +170,8 @@ SMALL = {  # what is appended to the commands
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
     "bench.py comm": "--model tiny --seq-len 32 --repeats 1",
-    "bench.py step": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
+    "bench.py step": "--model tiny --dim 96 --n-heads 4 --n-kv-heads 2 --ffn-dim 288 --batch 16 "
+    "--microbatch 1 --seq-len 32 --repeats 1",
 }
 
 
@@ -209,16 +197,6 @@ def sandbox(tmp_path_factory) -> Path:
     (directory / "docs/measured").mkdir(parents=True)
     (directory / "docs/measured.md").write_text("# Measured\n" + "Text to be read.\n" * 99)
     return directory
-
-
-@pytest.fixture
-def notes_tokens(sandbox) -> Path:
-    """The token files that a command of the README has made, if the tests of commands ran."""
-    tokens = sandbox / "notes_tokens"
-    if not tokens.exists():
-        sources = (sandbox / "my_notes", "--tokenizer", sandbox / "notes.model")
-        succeed("data.py", "tokenize", *sources, "--out", tokens)
-    return tokens
 
 
 def in_small(command: Command, directory: Path) -> list[str]:
@@ -273,8 +251,8 @@ def test_every_command_runs(sandbox):
 @pytest.mark.slow
 def test_the_checkpoint_within_a_checkpoint_is_found(tmp_path):
     page = (ROOT / "docs/cases.md").read_text()
-    ((old, new),) = re.findall(r"^```diff\n- +(.*)\n\+ +(.*)\n```", page, re.MULTILINE)
-    changed = changed_copy(tmp_path / "copy", edits={old: new})
+    (edit,) = re.findall(r"^```diff\n- +(.*)\n\+ +(.*)\n```", page, re.MULTILINE)
+    changed = changed_copy(tmp_path / "copy", edits=dict([edit]))
     (twice,) = [c for c in COMMANDS if c.page == "cases.md" and "full" in c.arguments]
     flags = in_small(twice, tmp_path)
     out = succeed(*changed, "bench.py", *flags).out
@@ -307,24 +285,11 @@ def test_commands_for_two_emulated_nodes_run(sandbox):
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_by_the_command_for_each(sandbox, notes_tokens):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    (command,) = (c for c in COMMANDS if "--node-rank" in c.launcher)
-    flags = [*command.launcher, "--master-port", str(port), "--nproc-per-node", "1"]
-    flags[flags.index("HOST")] = "127.0.0.1"
-    nodes = []
-    for rank in ("0", "1"):
-        flags[flags.index("--node-rank") + 1] = rank
-        words = [sys.executable, "-m", "torch.distributed.run", *flags, ROOT / command.script]
-        words += in_small(command, sandbox)
-        nodes.append(subprocess.Popen(words, cwd=sandbox, env=ENVIRONMENT))
-    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
-
-
-@pytest.mark.slow
-def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
+def test_the_slurm_script_runs_and_resumes(sandbox):
     """With a stand-in for Slurm that starts both nodes on this machine."""
+    if not (tokens := sandbox / "notes_tokens").exists():  # else a command of the README made them
+        sources = sandbox / "my_notes", "--tokenizer", sandbox / "notes.model"
+        succeed("data.py", "tokenize", *sources, "--out", tokens)
     script = slurm_script().replace("--nproc-per-node 8", "--nproc-per-node 1")
     script = script.replace(". .venv/bin/activate", "true")
     small = FEW.replace("--steps 2", "--steps $STEPS")

@@ -1,10 +1,6 @@
 """The default data set of fine-tuning: docstrings of functions of the standard library."""
 
 import ast
-import functools
-import inspect
-import shlex
-import textwrap
 
 import pytest
 
@@ -14,23 +10,18 @@ from text.corpora import read_pieces, split_of
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
-SHOWN = (shlex.join, textwrap.shorten, functools.wraps)
-SOME = [
-    path
-    for i, path in enumerate(chat.standard_library())
-    if i % 3 == 0 or str(path) in map(inspect.getsourcefile, SHOWN)
-]
+SOME = chat.standard_library()[::3]  # all take three times as long
 
 
 @pytest.fixture(scope="module")
 def functions():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "standard_library", lambda: SOME)  # all take three times as long
+        patch.setattr(chat, "standard_library", lambda: SOME)
         return list(chat.docstrings())
 
 
 def test_functions_come_without_their_docstrings(functions):
-    sources = []
+    sources = set()
     for _, module, (prompt, answer) in functions:
         assert (prompt["role"], answer["role"]) == ("user", "assistant")
         task, source = prompt["content"].split("\n\n", 1)
@@ -40,15 +31,8 @@ def test_functions_come_without_their_docstrings(functions):
         assert ast.get_docstring(function) is None, (module, source)
         assert len(source) <= 1200 and 15 <= len(answer["content"]) <= 300
         assert answer["content"] == " ".join(answer["content"].split())
-        sources.append(source)
-    assert len(set(sources)) == len(sources)
-    for function in SHOWN:
-        start = f"def {function.__name__}("
-        answers = [
-            answer["content"] for _, _, (prompt, answer) in functions if start in prompt["content"]
-        ]
-        summary = inspect.getdoc(function).split("\n\n")[0]
-        assert " ".join(summary.split()) in answers
+        sources.add(source)
+    assert len(sources) == len(functions) > 300
 
 
 def test_the_same_functions_come_again_in_the_same_order(functions, monkeypatch):
@@ -56,9 +40,8 @@ def test_the_same_functions_come_again_in_the_same_order(functions, monkeypatch)
     some = SOME[::8]
     monkeypatch.setattr(chat, "standard_library", lambda: some)
     found = list(chat.docstrings())
-    assert len(found) > 100
     some.reverse()
-    assert list(chat.docstrings()) == found
+    assert list(chat.docstrings()) == found and len(found) > 100
     modules = {"/".join(path.parts[-2:]) for path in some}
     whole = [f for f in functions if f[1] in modules]
     assert [f for f in found if f in whole] == whole

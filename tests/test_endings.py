@@ -19,7 +19,6 @@ from conftest import (
     ROOT,
     Forks,
     Result,
-    changed_copy,
     error_lines,
     finish,
     launch,
@@ -31,9 +30,10 @@ from conftest import (
     wait_for_lines,
     with_fault,
 )
-from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (a fixture)
+from test_crashes import nothing_survives, processes  # noqa: F401 (a fixture)
 from test_docs import slurm_script
 from test_train import CONFIG, flags, same_losses
+from workers.drill import ranks_of
 
 from config import ParallelConfig
 from model import Llama
@@ -43,7 +43,14 @@ from plumbing.processes import UserError
 from techniques.optimizers import make_optimizer
 from train import train_step
 
-# ----------------------------------------------------------------------------------------- Ctrl-C
+
+def wait_until(happened, process: subprocess.Popen) -> None:
+    """Wait until happened() is true. Fails if the run ends first, or after 60 s."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"the run ended first, or took too long: {finish(process, 1).err}")
+        time.sleep(0.005)
 
 
 def has_begun(process: int) -> bool:
@@ -51,10 +58,25 @@ def has_begun(process: int) -> bool:
     return len(os.listdir(f"/proc/{process}/task")) > 1
 
 
-def test_a_missing_package_is_one_line():
-    result = subprocess.run([sys.executable, "-S", ROOT / "train.py"], capture_output=True)
-    told = b"error: not installed here: torch, numpy, tiktoken: pip install -r requirements.txt\n"
-    assert (result.returncode, result.stderr) == (2, told)
+def ranks(*launches: subprocess.Popen) -> list[int]:
+    """Return the ids of the two ranks of one torchrun, or of two, once they run."""
+
+    def begun() -> list[int]:
+        return [rank for launch in launches for rank in ranks_of(launch) if has_begun(rank)]
+
+    wait_until(lambda: len(begun()) == 2, launches[0])
+    return begun()
+
+
+def gone_in_time(process: int, seconds: float = 10) -> bool:
+    """Return whether a process ends soon. One that has ended, waited for or not, has no exe."""
+    deadline = time.monotonic() + seconds
+    while (runs := os.path.exists(f"/proc/{process}/exe")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not runs
+
+
+# ----------------------------------------------------------------------------------------- Ctrl-C
 
 
 def interrupted(result: Result) -> None:
@@ -144,12 +166,10 @@ def test_a_second_ctrl_c_ends_a_step(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun(tmp_path):
-    """While rank 1 waits for rank 0, which tokenizes the standard library."""
-    path = tmp_path / "library"
-    path.mkdir()
-    (path / "text.txt").write_text("one two three\n" * 10_000_000)
-    run = start("train.py", "--data", path, "--tokenizer=bytes", "--out", tmp_path / "o", nproc=2)
-    wait_until(lambda: len(processes(tmp_path)) == 3, run)
+    """While rank 1 waits for rank 0, which tokenizes a long text."""
+    (text := tmp_path / "text.txt").write_text("one two three\n" * 10_000_000)
+    run = start("train.py", "--data", text, "--tokenizer=bytes", "--out", tmp_path / "o", nproc=2)
+    ranks(run)
     time.sleep(5)
     sent = time.monotonic()
     os.killpg(run.pid, signal.SIGINT)
@@ -181,7 +201,7 @@ def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_pa
         if name in to_torchrun:
             run.send_signal(getattr(signal, name))
         elif name == "rank 1":
-            os.kill(ranks(out)[1], signal.SIGTERM)
+            os.kill(ranks(run)[1], signal.SIGTERM)
     for name, out, run in runs:
         result = finish(run, timeout=180)
         (saved,) = out.glob("*step-*")
@@ -218,87 +238,53 @@ def test_the_time_limit_counts_from_the_start_of_the_process():
 # ----------------------------------------------------------------- the death of torchrun or a rank
 
 
-def ranks(path: Path) -> list[int]:
-    """Return the ids of the two ranks whose command has this path, by rank, once they run."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = [(rank, p) for command, rank, p in processes(path) if "torch.dist" not in command]
-        if len(found) == 2 and all(has_begun(process) for _, process in found):
-            return [process for _, process in sorted(found)]
-        assert time.monotonic() < deadline, f"{found} are not two ranks"
-        time.sleep(0.01)
-
-
-def gone_in_time(process: int, seconds: float = 10) -> bool:
-    """Return whether a process ends soon. One that has ended, waited for or not, has no exe."""
-    deadline = time.monotonic() + seconds
-    while (runs := os.path.exists(f"/proc/{process}/exe")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not runs
-
-
-def test_ranks_do_not_outlive_torchrun(corpus, tmp_path):
-    """Killed before the ranks have met."""
-    torchrun = start("train.py", *flags(corpus, tmp_path / "run", steps=10**6), nproc=2)
-    both = ranks(tmp_path)
-    torchrun.kill()
-    assert all(map(gone_in_time, both))
-    assert error_lines(finish(torchrun)) == ["error: torchrun, which started this run, has died"]
-
-
-def two_nodes(corpus: Path, out: Path, rates=(1e-2, 1e-2)) -> list[subprocess.Popen]:
-    """Start two launches of one rank each, with learning rates, which meet at a port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def on_nodes(nodes: int, corpus: Path, out: Path, lrs=(0.01, 0.01)) -> list[subprocess.Popen]:
+    """Start a torchrun for two ranks or, on two nodes, one for each, with these learning rates."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    nodes = []
-    for rank, lr in enumerate(rates):
-        meet = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        meet.append(f"--node-rank={rank}")
-        arguments = flags(corpus, out, steps=10**6, lr=lr)
-        nodes.append(start("train.py", *arguments, nproc=1, torchrun=meet))
-    return nodes
+    meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    launches = []
+    for rank, lr in zip(range(nodes), lrs):
+        torchrun = [*meet, f"--node-rank={rank}"]
+        given = flags(corpus, out, steps=10**6, lr=lr)
+        launches.append(start("train.py", *given, nproc=2 // nodes, torchrun=torchrun))
+    return launches
+
+
+@pytest.mark.parametrize(
+    "nodes, lines, killed, told",
+    [
+        (1, 0, 0, ""),  # before the ranks have met
+        slow(2, 0, 0, "cannot join the other ranks"),
+        slow(2, 5, 0, "the connection to the first node is lost"),
+        slow(2, 5, 1, "rank 1 on "),
+    ],
+)
+def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed, told):
+    out = tmp_path / "run"
+    launches = on_nodes(nodes, corpus, out)
+    both = ranks(*launches)
+    if lines:
+        wait_for_lines(out / "metrics.jsonl", lines)
+    launches[killed].kill()
+    assert all(map(gone_in_time, both))
+    for i, result in enumerate(map(finish, launches)):
+        (line,) = error_lines(result)
+        if i == killed:
+            assert line == "error: torchrun, which started this run, has died"
+        else:
+            assert told in line and f"traceback : {line}" in result.err.splitlines()[-2]
 
 
 @pytest.mark.slow
 def test_nodes_started_with_different_flags_are_refused_in_one_line_each(corpus, tmp_path):
     """Which torchrun repeats, with the exit code, at the end of its report."""
-    for result in map(finish, two_nodes(corpus, tmp_path / "run", rates=(1e-2, 2e-2))):
+    for result in map(finish, on_nodes(2, corpus, tmp_path / "run", lrs=(0.01, 0.02))):
         (line,) = error_lines(result)
         assert "rank 1 was started with --lr 0.02, rank 0 with --lr 0.01" in line
         assert f"traceback : {line}" in result.err.splitlines()[-2]  # above the last border
         assert "exitcode  : 2" in result.err and result.code != 0
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_does_not_outlive_torchrun(corpus, tmp_path):
-    """It waits at the store of another node, which lives."""
-    nodes = two_nodes(corpus, tmp_path / "run")
-    stopped, waiting = ranks(tmp_path)
-    os.kill(stopped, signal.SIGSTOP)
-    assert not gone_in_time(waiting)
-    nodes[1].kill()
-    assert gone_in_time(waiting)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lines, killed", [(0, 0), (5, 0), (5, 1)])
-def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(corpus, tmp_path, lines, killed):
-    """Killed before the ranks have met, or while they train."""
-    out = tmp_path / "run"
-    nodes = two_nodes(corpus, out)
-    both = ranks(tmp_path)
-    if lines:
-        wait_for_lines(out / "metrics.jsonl", lines)
-    nodes[killed].kill()
-    assert all(map(gone_in_time, both))
-    results = [finish(node) for node in nodes]
-    assert error_lines(results[killed]) == ["error: torchrun, which started this run, has died"]
-    (line,) = error_lines(results[1 - killed])
-    expected = "rank 1 on " if killed else "to the first node is lost" if lines else "cannot join"
-    assert expected in line
-    assert f"traceback : {line}" in results[1 - killed].err.splitlines()[-2]
 
 
 @pytest.mark.slow
@@ -308,7 +294,7 @@ def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
     arguments = [*flags(corpus, out, save_every=20, **options), "--resume"]
     process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
     wait_for_lines(out / "metrics.jsonl", 50)
-    os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+    os.kill(ranks(process)[1], signal.SIGKILL)
     result = finish(process)
     assert result.code == 0, result.err
     assert f"resumed from {out / 'step-0'}" in result.out
@@ -317,6 +303,12 @@ def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
 
 
 # -------------------------------------------------------------------- failures that a rank meets
+
+
+def test_a_missing_package_is_one_line():
+    result = subprocess.run([sys.executable, "-S", ROOT / "train.py"], capture_output=True)
+    told = b"error: not installed here: torch, numpy, tiktoken: pip install -r requirements.txt\n"
+    assert (result.returncode, result.stderr) == (2, told)
 
 
 def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
@@ -338,36 +330,32 @@ def test_nothing_is_updated_when_another_rank_is_not_finite():
     model = Llama(CONFIG)
     model.init_weights()
     optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
+    world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=torch.device("cpu"))
+    world.step_ranks = slice(None)
 
     def step(number: int, loss: float, squared_norm: float) -> None:
         """Take a step beside another rank, which has this loss and norm."""
-
-        def both(row: list) -> torch.Tensor:
-            return torch.tensor([row, [loss, *row[1:3], squared_norm, *row[4:]]])
-
-        device = torch.device("cpu")
-        world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=device)
-        world.step_ranks, world.all_gather_scalars = slice(None), both
+        world.all_gather_scalars = lambda row: torch.tensor(
+            [row, [loss, *row[1:3], squared_norm, *row[4:]]]
+        )
         train_step(model, optimizer, random_batch(CONFIG, 2, 16), 1, 1.0, world, number)
 
-    def state() -> list[torch.Tensor]:
-        return [t.clone() for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
-
     step(1, 9.0, 1.0)
-    before = state()
+    state = [t for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
+    before = [tensor.clone() for tensor in state]
     with pytest.raises(UserError, match="step 2: the loss on rank 1 is not finite"):
         step(2, math.nan, 1.0)
     with pytest.raises(UserError, match="step 3: the gradient norm is not finite"):
         step(3, 9.0, math.inf)
-    assert all(map(torch.equal, before, state()))
+    assert all(map(torch.equal, before, state))
 
 
 def test_out_of_memory_is_told_in_one_line(corpus, tmp_path):
     """With the flags that would fit. The error of a GPU is raised by the model here."""
     angles = "        cos, sin = rope_angles(self.config, positions)\n"
     error = 'torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")'
-    edits = {angles: f"{angles}        if len(tokens) > 2:\n            raise {error}\n"}
-    script = changed_copy(tmp_path / "copy", edits=edits)
+    fault = f"{angles}        if len(tokens) > 2:\n            raise {error}\n"
+    script = with_fault(tmp_path / "copy", "model", angles, fault)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
     refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
     assert int(result.err.split("--microbatch ")[1].split()[0]) < 4

@@ -1,26 +1,22 @@
 """evaluate.py: losses and exams against plain PyTorch and lm-eval, however the model is split."""
 
-import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENVIRONMENT, metrics, slow, succeed
+from conftest import metrics, slow, succeed
+from test_adapters import rounded_to_4_bits
 from test_finetune import flags
-from test_formats import our_model, stored
+from test_formats import our_model, saved
 
-from checkpoint import export_weights, load_pretrained, write_checkpoint
+from checkpoint import export_weights, load_pretrained
 from files.adapters import load_adapter
-from lora import TARGETS
 from model import LlamaConfig
 from plumbing.processes import UserError
-from techniques.nf4 import rounded
 from text import exams
 from text.chat import encode_prompt, open_chats
 from text.corpora import Reading
@@ -105,8 +101,9 @@ def base(text, tmp_path_factory) -> Path:
     tokenizer = load_tokenizer(str(directory / "my.model"))
     config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
     model = our_model(config, torch.float64, seed=5, factor=3, norms=(1, 1))
-    write_checkpoint(directory / "base", config, stored(model), tokenizer)
-    return directory / "base"
+    written = saved(directory / "written", model, tokenizer)
+    (directory / "my.model").unlink()  # the checkpoint is complete in itself
+    return written.rename(directory / "base")
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +120,13 @@ def files(base, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapter(base, sums, tmp_path_factory) -> Path:
-    """A run of finetune_lora.py beside the base in 4 bits."""
+def adapter(base, files, sums, tmp_path_factory) -> Path:
+    """A run beside the base in 4 bits, which takes an exam, and validates on all that it learns."""
     out = tmp_path_factory.mktemp("lora") / "lora"
-    more = dict(base_bits=4, dora=True, rank=4, steps=3, lr=0.05)
-    succeed("finetune_lora.py", *flags(base, sums, out, **more))
+    more = dict(base_bits=4, dora=True, rank=4, steps=3, lr=0.05, eval_every=3)
+    more |= dict(val_data=sums, exam=files[0])
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **more))
+    assert "60 samples" in result.out and "60 held out" in result.out
     return out
 
 
@@ -172,12 +171,10 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
 
 @pytest.mark.parametrize("nproc, split", [(0, ""), slow(4, "--tp 2 --dp fsdp")])
 def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
-    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations."""
-    tokenizer, model = load_tokenizer(str(base)), load_pretrained(base, torch.float64)
-    for name, layer in model.named_modules():
-        if name.endswith(TARGETS):
-            layer.weight.data = rounded(layer.weight.detach())
-    rows = read(files[0])
+    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations: as the run
+    of the adapter has recorded."""
+    model = rounded_to_4_bits(load_pretrained(base, torch.float64))
+    tokenizer, rows = load_tokenizer(str(base)), read(files[0])
     run_evaluate(base, files, tmp_path / "d", "--base-bits", 4, *split.split(), nproc=nproc)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows))
 
@@ -190,6 +187,8 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, np
     out = run_evaluate(base, files, tmp_path / "d", *given, *split.split(), nproc=nproc)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows, chat=True))
     assert f"loss {loss / (batch.targets >= 0).sum():.4f}" in out
+    row = metrics(adapter)[-1]
+    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
 
 
 # ------------------------------------------------------------------------------- within training
@@ -216,84 +215,62 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     assert f"{n // 24:,} sequences an epoch" in result.out
 
 
-def test_fine_tuning_validates_on_other_conversations(base, files, sums, tmp_path):
-    more = dict(val_data=sums, steps=1, eval_every=1, exam=files[0])
-    result = succeed("finetune_lora.py", *flags(base, sums, tmp_path / "run", **more))
-    (row,) = metrics(tmp_path / "run")
-    given = "--adapter", tmp_path / "run", "--chat", "--data", sums, "--seq-len", 96
-    out = run_evaluate(base, files, tmp_path / "d", *given)
-    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
-    assert "60 samples" in result.out and "60 held out" in result.out
-
-
 # ---------------------------------------------------------------------------------------- lm-eval
 
 TASK = dict(dataset_path="json", test_split="test", doc_to_text="{{question}}")
-TASK |= dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="answer")
-TASK |= dict(metric_list=[dict(metric="acc"), dict(metric="acc_norm")])
-WRITTEN_TASK = TASK | dict(output_type="generate_until", doc_to_target="{{answer}}")
-WRITTEN_TASK |= dict(doc_to_choice=None, metric_list=[dict(metric="exact_match")])
-WRITTEN_TASK |= dict(generation_kwargs=dict(until=["\n"], do_sample=False, max_gen_toks=ROOM))
+CHOOSING = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="answer")
+CHOOSING |= dict(metric_list=[dict(metric="acc"), dict(metric="acc_norm")])
+WRITING = dict(output_type="generate_until", doc_to_target="{{answer}}")
+WRITING |= dict(generation_kwargs=dict(until=["\n"], do_sample=False, max_gen_toks=ROOM))
+WRITING |= dict(metric_list=[dict(metric="exact_match")])
 FILTERS = [dict(function="remove_whitespace"), dict(function="take_first")]
-WRITTEN_TASK |= dict(filter_list=[dict(name="line", filter=FILTERS)])
-PROGRAM = """
-import json, sys
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-tasks = ["choices", "written"]
-model = HFLM(pretrained="model", dtype="float32", batch_size=2, device="cpu")
-manager = TaskManager(include_path="tasks", include_defaults=False)
-found = simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True)
-samples = {name: [row["filtered_resps"] for row in found["samples"][name]] for name in tasks}
-json.dump([found["results"], samples], open("found.json", "w"), default=str)
-"""
+WRITING |= dict(filter_list=[dict(name="line", filter=FILTERS)])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
     """Of the exported model: accuracies are equal, and log-likelihoods to 1e-5."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     export_weights(base, tmp_path / "model", "hf", torch.float32)
-    (tmp_path / "tasks").mkdir()
-    rows = read(files[0])
-    parts = dict(choices=(TASK, rows[:-WRITTEN]), written=(WRITTEN_TASK, rows[-WRITTEN:]))
+    rows, tasks = read(files[0]), []
+    parts = dict(choices=(CHOOSING, rows[:-WRITTEN]), written=(WRITING, rows[-WRITTEN:]))
     for name, (task, part) in parts.items():
-        data = tmp_path / f"{name}.jsonl"
-        data.write_text("\n".join(map(json.dumps, part)))
-        task = task | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML, too
-    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command = [sys.executable, "-c", PROGRAM]
-    options = dict(cwd=tmp_path, env=ENVIRONMENT | offline, capture_output=True, text=True)
-    result = subprocess.run(command, **options, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    results, samples = json.loads((tmp_path / "found.json").read_text())
+        (data := tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+        given = dict(data_files={"test": str(data)}, cache_dir=str(tmp_path))
+        tasks.append(TASK | task | dict(task=name, dataset_kwargs=given))
+    theirs = HFLM(str(tmp_path / "model"), dtype="float32", batch_size=2, device="cpu")
+    manager = TaskManager(include_defaults=False)
+    found = lm_eval.simple_evaluate(theirs, tasks=tasks, task_manager=manager)
+    choices, written = ([row["filtered_resps"] for row in found["samples"][name]] for name in parts)
+
     out = run_evaluate(tmp_path / "model", files, tmp_path / "details", "--dtype", "float32")
     details = read(tmp_path / "details")
-    theirs = [[choice[0] for choice in sample] for sample in samples["choices"]]
-    for row, scores in zip(details[:-WRITTEN], theirs, strict=True):
-        assert row["log_likelihoods"] == pytest.approx(scores, rel=1e-5)
-    assert [[row["written"]] for row in details[-WRITTEN:]] == samples["written"]
-    choices, written = results["choices"], results["written"]
-    shares = choices["acc,none"], choices["acc_norm,none"], written["exact_match,line"]
+    for row, scored in zip(details[:-WRITTEN], choices, strict=True):
+        expected = [log_likelihood for log_likelihood, _ in scored]
+        assert row["log_likelihoods"] == pytest.approx(expected, rel=1e-5)
+    assert [[row["written"]] for row in details[-WRITTEN:]] == written
+    chosen, exact = found["results"]["choices"], found["results"]["written"]
+    shares = chosen["acc,none"], chosen["acc_norm,none"], exact["exact_match,line"]
     expected = dict(zip(("accuracy", "normalized", "exact"), shares))
     assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
 
 
-BAD = {
-    '{"question": "a", "choices": "bc", "answer": 0}': "\"choices\" is 'bc': give a list",
-    '{"question": "a", "choices": ["b", 3], "answer": 0}': "a choice is 3: give it as a string",
-    '{"question": "a", "choices": ["b"], "answer": 1}': '"answer" is 1: give the number of a',
-    '{"question": "a"}': '"answer" is None: give it as a string',
-    '{"question": "a", "answer": "b\\nc"}': '"answer" has several lines: give one',
-    '{"question": "%s", "answer": "b"}' % ("1 " * 300): "tokens, and the model reads 256: leave",
-    "": "holds no question",
-}
-
-
-@pytest.mark.parametrize("line, problem", BAD.items(), ids=BAD.values())
-def test_a_line_that_is_no_question_is_refused(base, tmp_path, line, problem):
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        ('{"question": "a", "choices": "bc", "answer": 0}', "\"choices\" is 'bc': give a list"),
+        ('{"question": "a", "choices": ["b", 3], "answer": 0}', "a choice is 3: give it as a str"),
+        ('{"question": "a", "choices": ["b"], "answer": 1}', '"answer" is 1: give the number of a'),
+        ('{"question": "a"}', '"answer" is None: give it as a string'),
+        ('{"question": "a", "answer": "b\\nc"}', '"answer" has several lines: give one'),
+        ('{"question": "%s", "answer": "b"}' % ("1 " * 300), "and the model reads 256: leave"),
+        ("", "holds no question"),
+    ],
+)
+def test_a_line_that_is_no_question_is_refused(tmp_path, line, problem):
     (tmp_path / "exam.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(UserError, match=re.escape(problem)):
-        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer(str(base)), 256)
+        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer("bytes"), 256)

@@ -7,30 +7,17 @@ them, and some that are new each day. What rounds is compared with our own step 
 
 import functools
 import itertools
+import operator
 import os
-from collections import Counter
 from datetime import date
+from functools import partial
 from pathlib import Path
 
+import exact
 import pytest
 from conftest import asks_for_slow
-from exact import (
-    FOUR_HEADS,
-    GROUPED,
-    ODD,
-    RANK_3,
-    RSLORA,
-    assert_case,
-    attentions,
-    can_make,
-    case,
-    check_step,
-    lora_on,
-    meta_model,
-    parallel_config,
-    train,
-)
-from pairs import LONG, SHORT, case_name, pairwise, random_walk, with_slow
+from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
+from pairs import LONG, SHORT, case_name, pairwise, random_walk
 from workers.train_cases import BATCH, SEQ
 
 from config import FLAGS, STRATEGIES, Work
@@ -40,11 +27,11 @@ from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
     "none": None,
-    "all": RANK_3,
-    "rslora": RSLORA,
-    "w2": lora_on("w2"),
-    "w1 w3": lora_on("w1 w3"),
-    "dora": RSLORA | dict(dora=True),
+    "all": dict(rank=3, alpha=5),
+    "rslora": dict(rank=4, alpha=8, rslora=True),
+    "w2": dict(rank=2, alpha=64, targets=["w2"]),  # backward ends at the first of them
+    "w1 w3": dict(rank=2, alpha=64, targets=["w1", "w3"]),
+    "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
 }
 # Fields that are not drawn: sizes that follow from others, the dtype, DiLoCo's (test_diloco.py).
 NOT_DRAWN = "shard", "stages_per_rank", "dtype", "every", "outer_lr", "outer_momentum"
@@ -83,85 +70,90 @@ CASE_TEST = "test_a_split_computes_what_one_process_computes"
 def make_case(ranks: int, drawn: dict) -> dict:
     """Return a case of exact.py. Raises UserError where the project refuses it, for options that
     have no effect together, and where there is no reference to compare with."""
-    names = "adapters base_bits microbatch packed tied rope_scaling qk_norm generate".split()
-    more = {name: drawn[name] for name in names}
-    options = {name: value for name, value in drawn.items() if name not in more}
-    lora, bits, tp, cp = ADAPTERS[more["adapters"]], more["base_bits"], options["tp"], options["cp"]
-    float8 = options["float8"] != "none"
-    parallel = parallel_config(ranks, bool(lora), **options)
+    options = {name: value for name, value in drawn.items() if name in FLAGS}
+    lora, bits, tp, cp = ADAPTERS[drawn["adapters"]], drawn["base_bits"], drawn["tp"], drawn["cp"]
+    float8 = drawn["float8"] != "none"
+    parallel = exact.parallel_config(ranks, bool(lora), **options)
     data = parallel.replicate * parallel.shard
-    if BATCH * cp // data % more["microbatch"]:
+    if BATCH * cp // data % drawn["microbatch"]:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
         raise UserError("without adapters, 4 bits have no effect")
-    if more["generate"] and (lora or float8):
+    if drawn["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
-    if cp > 1 and (float8 or options["moments"] == "bfloat16"):
+    if cp > 1 and (float8 or drawn["moments"] == "bfloat16"):
         raise UserError("other tokens are rounded together than on one process")
-    if float8 and options["async_tp"]:
+    if float8 and drawn["async_tp"]:
         raise UserError("other chunks are rounded together than on one process")
     config = {1: ODD, 2: GROUPED, 4: FOUR_HEADS}[tp]
     if bits == 4 or float8:  # both compute in blocks of features: each rank needs whole ones
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
-    config = config | dict(tie_embeddings=more["tied"], rope_scaling=more["rope_scaling"])
-    if more["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
+    config = config | dict(tie_embeddings=drawn["tied"], rope_scaling=drawn["rope_scaling"])
+    if drawn["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
         config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
     if parallel.pp > 1:
         config = config | dict(n_layers=parallel.pp * parallel.stages_per_rank + 1)
     seq = 24 if cp > 1 else 16 if float8 else SEQ  # 2 cp has to divide it, or float8's 16
     model = meta_model(LlamaConfig(**config), trainable=not lora)
-    check_step(Work(model, parallel, BATCH, more["microbatch"], seq), bits)
-    sizes = dict(replicate=parallel.replicate, shard=parallel.shard)
-    options |= sizes | dict(stages_per_rank=parallel.stages_per_rank)
-    lora = lora and lora | dict(base_bits=bits)
-    given = case(config, more["microbatch"], more["packed"], lora, **options)
+    check_step(Work(model, parallel, BATCH, drawn["microbatch"], seq), bits)
+    options |= dict(replicate=parallel.replicate, shard=parallel.shard)
+    options |= dict(stages_per_rank=parallel.stages_per_rank)
+    given = case(config, drawn["microbatch"], **options) | dict(packed=drawn["packed"])
+    given |= {"lora": lora | dict(base_bits=bits)} if lora else {}
     given |= {"seq": seq} if seq != SEQ else {}
-    return given | ({"generate": True} if more["generate"] else {})
+    return given | ({"generate": True} if drawn["generate"] else {})
 
 
-def drawn_today(ranks: int) -> list[dict]:
-    """Return every two-hundredth case of a random walk that starts anew each day."""
-    walk = random_walk(OPTIONS, can_make(make_case, ranks), f"{SEED} {ranks}")
-    return list(itertools.islice(walk, 200, 1000, 200))
+def is_possible(ranks: int, drawn: dict) -> bool:
+    try:
+        return bool(make_case(ranks, drawn))
+    except UserError:
+        return False
 
 
-def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
-    """Return name -> (ranks, case of exact.py) for the values drawn for each number of ranks."""
-    return {
-        f"{ranks} ranks: {case_name(values, OPTIONS)}": (ranks, make_case(ranks, values))
-        for ranks in drawn
-        for values in drawn[ranks]
-    }
+def drawn_quickly(ranks: int) -> list[dict]:
+    """Return cases of a short draw that compute little, those that add most pairs first."""
+    quick = []
+    for drawn in pairwise(OPTIONS, partial(is_possible, ranks), ranks, SHORT):
+        given = make_case(ranks, drawn)
+        few = attentions(given, given["config"]["n_layers"] / drawn["pp"]) <= MOST_ATTENTIONS
+        quick += [drawn] if few and not drawn["compile"] else []
+    return quick[: FAST[ranks]]
 
 
-def draw(steps: int, compiled: float = 1) -> dict[str, tuple[int, dict]]:
-    """Return cases that cover the pairs of walks of so many steps, those with most pairs first;
-    `compiled` is what a compiled case costs, in others."""
-    possible = {ranks: can_make(make_case, ranks) for ranks in FAST}
-    more = steps, lambda drawn: compiled if drawn["compile"] else 1
-    return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, *more) for ranks in FAST})
+def drawn_slowly(ranks: int) -> list[dict]:
+    """Return cases that cover all other pairs of a long draw, and every two-hundredth case of a
+    random walk that starts anew each day."""
+    possible = partial(is_possible, ranks)
+    walk = random_walk(OPTIONS, possible, f"{SEED} {ranks}")
+    cost = dict(cost=lambda drawn: 3 if drawn["compile"] else 1, covered=DRAWN[ranks])
+    long = pairwise(OPTIONS, possible, ranks, LONG, **cost)
+    return [*itertools.islice(walk, 200, 1000, 200), *long]
 
 
-def quick_cases() -> dict[str, tuple[int, dict]]:
-    quick, left = {}, Counter(FAST)
-    for name, (ranks, given) in draw(SHORT).items():
-        parallel = given["parallel"]
-        few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= MOST_ATTENTIONS
-        if few and left[ranks] and not parallel["compile"]:
-            quick[name] = ranks, given
-            left[ranks] -= 1
-    return quick
+def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
+    """Return name -> (ranks, case of exact.py) for the values of some cases."""
+    names = (f"{ranks} ranks: {case_name(values, OPTIONS)}" for values in drawn)
+    return {name: (ranks, make_case(ranks, values)) for name, values in zip(names, drawn)}
 
 
-# A matrix that is tied and sharded twice is seldom drawn.
-TIED = {name: values[0] for name, values in OPTIONS.items()} | dict(dp="fsdp", tp=2, tied=True)
-QUICK = quick_cases() | named({4: [TIED]})
+DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
+PLAIN = {name: values[0] for name, values in OPTIONS.items()}
+# Seldom drawn is a matrix that is tied and sharded twice; never, gradients of several DDP buckets
+# and another loss.
+TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
+QUICK = named(1, DRAWN[1]) | named(2, DRAWN[2]) | named(4, [*DRAWN[4], TIED])
+BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
+QUICK["2 ranks: several buckets"] = 2, BUCKETS
+for ranks in (1, 2):
+    own_loss = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(own_loss=True)
+    QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, own_loss
 
 
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
-    cases = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG, compiled=3)
+    cases = functools.reduce(operator.or_, (named(ranks, drawn_slowly(ranks)) for ranks in FAST))
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # most are traced and differentiated without kernels
@@ -175,32 +167,29 @@ def train_all(directory: Path, cases: dict[str, tuple[int, dict]], within=()) ->
     for ranks in FAST:
         ours = {name: given for name, (n, given) in cases.items() if n == ranks}
         if ours:
-            results |= train(directory, ranks * (ranks > 1), ours, timeout=1800, within=within)
+            options = dict(timeout=1800, within=within)
+            results |= exact.train(directory, ranks * (ranks > 1), ours, **options)
     return results
 
 
-def is_rounded(given: dict) -> bool:
-    """Return whether a case rounds to fewer bits, so that plain PyTorch is no reference for it."""
-    return given["parallel"]["float8"] != "none" or given["parallel"]["moments"] != "float32"
-
-
-def unsplit(given: dict) -> dict:
-    """Return the same case on one process, the reference of a case that rounds. That it rounds as
-    it should is left to test_float8.py and test_adamw.py."""
+def reference_of(given: dict) -> dict | None:
+    """Return the same case on one process for a case that rounds to fewer bits, which plain PyTorch
+    does not. That it rounds as it should is left to test_float8.py and test_adamw.py."""
     parallel = {name: given["parallel"][name] for name in ("float8", "moments", "optimizer")}
-    return given | {"parallel": parallel}
+    rounds = parallel["float8"] != "none" or parallel["moments"] != "float32"
+    return given | {"parallel": parallel} if rounds else None
 
 
 def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:
-    unsplit_cases = [unsplit(given) for _, given in cases.values() if is_rounded(given)]
-    references = {str(given): given for given in unsplit_cases}
-    return train(directory, 0, references) if references else {}
+    references = (reference_of(given) for _, given in cases.values())
+    wanted = {str(reference): reference for reference in references if reference}
+    return exact.train(directory, 0, wanted) if wanted else {}
 
 
 def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:
     """Assert that the result of a case equals its reference."""
-    reference = references[str(unsplit(given))] if is_rounded(given) else None
-    assert_case(result, given, ranks, reference)
+    reference = reference_of(given)
+    assert_case(result, given, ranks, reference and references[str(reference)])
 
 
 def test_config_names_every_schedule():
@@ -211,7 +200,9 @@ def test_config_names_every_schedule():
 def pytest_generate_tests(metafunc) -> None:
     if metafunc.function.__name__ == CASE_TEST:
         slower = slower_cases() if asks_for_slow(metafunc.config) else {}
-        metafunc.parametrize("ranks, given", with_slow(QUICK | slower, QUICK))
+        cases = [pytest.param(*given, id=name) for name, given in QUICK.items()]
+        cases += [pytest.param(*slower[name], id=name, marks=pytest.mark.slow) for name in slower]
+        metafunc.parametrize("ranks, given", cases)
 
 
 @pytest.fixture(scope="module")

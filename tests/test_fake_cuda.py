@@ -16,9 +16,10 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, slow, with_fault
 
-MISSING = "needs g++" * (not shutil.which("g++"))
-MISSING = MISSING or "needs a torch without CUDA of its own" * (torch.version.cuda is not None)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.skipif(
+    not shutil.which("g++") or torch.version.cuda is not None,
+    reason="needs g++, and a torch without CUDA of its own",
+)
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
 QUICK = """float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full,
@@ -47,11 +48,9 @@ def check(found: dict) -> None:
     assert "torch.bfloat16" in found["dtypes"] or kernel != "flash"
 
 
-def test_gpus_without_bfloat16_compute_none():
-    quick = found_in(*QUICK)
-    for name in ("old fsdp muon", "old nf4"):
-        assert "torch.bfloat16" not in quick[name]["dtypes"]
-    assert "torch.bfloat16" in quick["fsdp muon"]["dtypes"]
+@pytest.mark.parametrize("name", ["old fsdp muon", "old nf4"])
+def test_gpus_without_bfloat16_compute_none(name):
+    assert "torch.bfloat16" not in found_in(*QUICK)[name]["dtypes"]
 
 
 @pytest.mark.slow

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
-from exact import effective_weights
+from exact import effective_weights, plain_step
 from test_formats import our_model, stored
-from test_train import same_losses, same_metrics, same_weights
+from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -23,7 +22,7 @@ from files.safetensors import open_safetensors
 from finetune_lora import load_adapter
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
-from model import IGNORE, Llama, LlamaConfig
+from model import Llama, LlamaConfig
 from text.chat import encode_prompt, open_samples
 from text.tokenizer import load_tokenizer
 
@@ -46,8 +45,7 @@ def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
     given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8,
                  lr=1e-3, warmup=min(2, steps), eval_every=0, save_every=0,
                  dtype="float64") | more  # fmt: skip
-    flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
-    return [flag.removesuffix("=True") for flag in flags]
+    return as_flags(given)
 
 
 def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -59,7 +57,8 @@ def same_run(out: Path, expected: Path, step: int) -> None:
     same_weights(*(factors(run / f"step-{step:08d}") for run in (out, expected)))
 
 
-# ---------------------------------------------------------------------------- one run on every mesh
+def last_factors(out: Path) -> dict[str, torch.Tensor]:
+    return factors(out / "step-00000004")
 
 
 def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
@@ -72,27 +71,22 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
     add_adapters(model := load_pretrained(base, torch.float64), LoRA(rank=4))
     init_adapters(model, seed=0)
     trained = adapters(model)
-    optimizer = torch.optim.AdamW(
-        trained.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
-    )
+    settings = dict(betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
+    optimizer = torch.optim.AdamW(trained.values(), **settings)
     rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
     for step, row in enumerate(metrics(out)):
         batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
-        weights = effective_weights(model, dict(rank=4, alpha=6))
-        given = (batch.tokens, None, batch.positions)
-        logits = torch.func.functional_call(bare, weights, given)
-        targets = batch.targets.flatten()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.05)
+        given = (
+            effective_weights(model, dict(rank=4, alpha=6)),
+            (batch.tokens, None, batch.positions),
+        )
+        logits = torch.func.functional_call(bare, *given)
         for group in optimizer.param_groups:
             group["lr"] = row["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert norm > 0.05  # otherwise clipping would not be tested
-        assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
-        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
+        (loss, _, norm), _ = plain_step(logits, batch.targets, trained, optimizer, clip=0.05)
+        assert row["loss"] == pytest.approx(loss, rel=1e-12)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-12)
     load_adapter(saved := load_pretrained(base, torch.float64), out / "step-00000004")
     same_weights(adapters(saved), trained)
 
@@ -105,11 +99,7 @@ def one_run(base, sums, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
     result = succeed("finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN))
     assert "would send" not in result.out
-    return out, samples_in(result.out)
-
-
-def samples_in(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith("--- ")]
+    return out, samples_in(result)
 
 
 @pytest.mark.slow
@@ -125,121 +115,89 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    "nproc, parallel",
-    [
-        (2, "--microbatch=1"),
-        slow(2, "--dp=fsdp --offload"),
-        slow(2, "--dp=zero1 --microbatch=1"),
-        slow(4, "--dp=fsdp --tp=2 --cp=2"),
-        slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
-    ],
-)
+MESHES = [
+    (2, "--microbatch=1"),
+    slow(4, "--dp=fsdp --tp=2 --cp=2"),
+    slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
+]
+
+
+@pytest.mark.parametrize("nproc, parallel", MESHES)
 def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
-    """Training, evaluation, samples, and merging; then a checkpoint of one process is resumed."""
+    """Training, evaluation, samples. Then the run is resumed, to the last bit."""
     out = tmp_path / "run"
-    arguments = [*flags(base, sums, out, **WHOLE_RUN), "--merge", *parallel.split()]
-    result = succeed("finetune_lora.py", *arguments, nproc=nproc, timeout=300)
-    assert re.search("per step, (each rank sends|a rank sends up to) ", result.out)
+    command = "finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN), *parallel.split()
+    result = succeed(*command, nproc=nproc, timeout=300)
     assert "per step, each rank would send: --dp ddp" in result.out
     same_run(out, one_run[0], step=4)
-    samples = samples_in(result.out)
-    assert samples == one_run[1] and len(samples) > 6
-    load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
-    merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
-    assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
-    if parallel == "--microbatch=1":  # the job is submitted again
-        again = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc)
-        assert "has done its 4 steps" in again.out and "merged:     python generate" in again.out
-        more = [*arguments, "--resume", "--steps", "6"]  # another adapter than the merged one
-        refused(launch("finetune_lora.py", *more, nproc=nproc), f"{out / 'merged'} exists: remove")
-
-    shutil.rmtree(out)
-    shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004"])
-    resumed = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc, timeout=300)
-    assert f"resumed from {out / 'step-00000002'}" in resumed.out
-    same_run(out, one_run[0], step=4)
+    assert samples_in(result) == one_run[1] and len(one_run[1]) > 6
+    resumes(out, 2, last_factors, *command, nproc=nproc)
 
 
 def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = dict(steps=4, save_every=2, dtype="float32", dropout=0.3, async_save=True)
-    succeed("finetune_lora.py", *flags(base, sums, whole, **options), nproc=2)
-    shutil.copytree(whole, parts, ignore=lambda *_: ["step-00000004"])
-    arguments = [*flags(base, sums, parts, **options), "--resume"]
-    resumed = succeed("finetune_lora.py", *arguments, nproc=2)
-    assert f"resumed from {parts / 'step-00000002'}" in resumed.out
-    same_losses(metrics(whole), metrics(parts))
-    expected = factors(whole / "step-00000004")
-    for name, factor in factors(parts / "step-00000004").items():
-        assert torch.equal(factor, expected[name]), name
+    command = "finetune_lora.py", *flags(base, sums, tmp_path, **options)
+    succeed(*command, nproc=2)
+    resumes(tmp_path, 2, last_factors, *command, nproc=2)
 
 
-# --------------------------------------------------------------------------- the result of a run
+LEARNS = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
 
 
-def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
+@pytest.fixture(scope="module")
+def learnt(base, sums, tmp_path_factory):
+    """A run of 30 steps, and what it prints."""
+    out = tmp_path_factory.mktemp("learnt") / "run"
+    return out, succeed("finetune_lora.py", *flags(base, sums, out, **LEARNS)).out
+
+
+def test_it_learns_and_other_scripts_use_the_result(base, learnt):
     """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
-    out = tmp_path / "run"
-    options = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
-    result = succeed("finetune_lora.py", *flags(base, sums, out, **options))
-    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", result.out)]
+    out, told = learnt
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", told)]
     assert losses[1] < 0.9 * losses[0]
-
     (checkpoint,) = out.glob("step-*")
     files = {path.name for path in checkpoint.iterdir()}  # no weights of the base
     assert files == {*PEFT_FILES, "optimizer", "run.json", "SHA256SUMS"}
     moments = read_index(checkpoint / "optimizer").state_dict_metadata
     assert moments and all(".lora_" in name for name in moments)
 
-    AutoPeft = pytest.importorskip("transformers").AutoModelForCausalLM
-    succeed("checkpoint.py", "export", base, tmp_path / "hf", "--format", "hf")
-    elsewhere = Path(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
-    settings = (elsewhere / PEFT_FILES[0]).read_text().replace(str(base), str(tmp_path / "hf"))
-    (elsewhere / PEFT_FILES[0]).write_text(settings)
-    theirs, tokens = AutoPeft.from_pretrained(elsewhere), torch.arange(20)[None]
-    load_adapter(ours := load_pretrained(base), checkpoint)
-    assert torch.allclose(theirs(tokens).logits.float(), ours(tokens), atol=1e-4)
-
+    load_adapter(model := load_pretrained(base), checkpoint)
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
     prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], BYTES)
-    (tokens,) = generate(ours, [prompt], 12, temperature=0, stop=BYTES.stop)
+    (tokens,) = generate(model, [prompt], 12, temperature=0, stop=BYTES.stop)
     expected = BYTES.decode(t for t in tokens if t < 256)
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
 
 
-@pytest.mark.slow
-def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
-    out = tmp_path / "run"
-    succeed("finetune_lora.py", *flags(base, sums, tmp_path / "float32", steps=2, dtype="float32"))
-    succeed("finetune_lora.py", *flags(base, sums, out, steps=2, dtype="bfloat16"))
-    for a, b in zip(metrics(tmp_path / "float32"), metrics(out), strict=True):
-        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2e-2)
-    assert {factor.dtype for factor in factors(out / "step-00000002").values()} == {torch.float32}
+def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
+    """To be submitted again. Not another adapter beside the merged one, nor as a base."""
+    out, _ = learnt
+    arguments = "finetune_lora.py", *flags(base, sums, out, **LEARNS), "--resume"
+    again = succeed(*arguments).out
+    assert "has done its 30 steps" in again and "merged:     python generate" in again
+    refused(launch(*arguments, "--steps=31"), f"{out / 'merged'} exists: remove")
+    refused(launch(*arguments, "--rank=3"), "another adapter", "rank 8, not 3")
+    no_base = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
+    refused(no_base, "is an adapter: generate.py takes it as --adapter, with ")
 
 
 def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
-    """Targets may come in another order, and data that has changed gives a warning. No sample is
-    shown where all prompts are too long."""
-    out, data = tmp_path / "run", tmp_path / "data.jsonl"
-    shutil.copy(sums, data)
+    """Targets may come in another order. No sample is shown where all prompts are too long."""
+    out = tmp_path / "run"
     options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
-    arguments = [*flags(base, data, out, **options), "--targets", "wv", "wq"]
-    run = Forks("finetune_lora.py", *arguments, "--resume")
+    arguments = flags(base, sums, out, **options)
+    run = Forks("finetune_lora.py", *arguments, "--targets", "wv", "wq")
     wait_for_lines(out / "metrics.jsonl", 5)
     os.kill(run.ranks[0], signal.SIGINT)
     result = run.finish()
     assert result.code == 0
-    assert f"warning: nothing to resume in {out}" in result.err
     assert "no held-out prompt is short enough" in result.out
     assert "with --resume goes on" in result.out and not (out / "merged").exists()
-    steps = f"--steps={metrics(out)[-1]['step'] + 1}"
-    again = [argument for argument in arguments[:-2] if "--steps" not in argument]
-    data.write_text(data.read_text().replace("is 3", "is 4"))
-    resumed = succeed("finetune_lora.py", *again, "wq", "wv", steps, "--resume")
-    assert f"warning: --data {data} no longer gives the sequences" in resumed.err
+    last = ["--targets", "wq", "wv", f"--steps={metrics(out)[-1]['step'] + 1}", "--resume"]
+    succeed("finetune_lora.py", *arguments, *last)
     assert load_pretrained(out / "merged").config == CONFIG
 
 
@@ -264,15 +222,3 @@ def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
     (tmp_path / "new/.best").mkdir(parents=True)  # as if the disk refused a link
     refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "new", **options)),
             "leave out --keep-best")  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ wrong input
-
-
-def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(one_run[0], out)
-    arguments = flags(base, sums, out, **WHOLE_RUN)
-    again = launch("finetune_lora.py", *arguments, "--resume", "--rank=3")
-    refused(again, "another adapter", "rank 8, not 3")
-    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "more")), "is an adapter:")

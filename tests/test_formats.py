@@ -7,26 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from conftest import hugging_face_model, shared, succeed
 
-from checkpoint import (
-    export_weights,
-    import_weights,
-    load_pretrained,
-    open_weights,
-    read_config,
-    write_checkpoint,
-)
+from checkpoint import export_weights, import_weights, load_pretrained, write_checkpoint
 from files import formats
+from files.adapters import gather_adapters, save_adapter
+from files.directories import open_weights, read_config
 from files.safetensors import StoredTensor
+from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.chat import encode_prompt
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 # Models here have large weights, so that attention depends on positions and errors of RoPE show.
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
@@ -57,15 +54,20 @@ def stored(model: Llama) -> dict[str, StoredTensor]:
     return {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
 
 
-def equal(a: Llama, b: Llama) -> bool:
+def saved(path: Path, model: Llama, tokenizer: Tokenizer | None = None) -> Path:
+    write_checkpoint(path, model.config, stored(model), tokenizer)
+    return path
+
+
+def saved_hf(directory: Path, model: Llama, tokenizer: Tokenizer | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    formats.save_hf(directory, model.config, stored(model), tokenizer)
+    return directory
+
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
     return all(m == n and torch.equal(p, q) for (m, p), (n, q) in pairs)
-
-
-def saved_hf(directory: Path, model: Llama) -> Path:
-    directory.mkdir(parents=True)
-    formats.save_hf(directory, model.config, stored(model))
-    return directory
 
 
 @torch.no_grad()
@@ -79,18 +81,30 @@ def logits_agree(model: Llama, reference) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, max_shard_size", [(PLAIN, "5GB"), (SCALED, "30KB"), (SMALL, "30KB"), (QWEN3, "5GB")]
+    "config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN3, 10**9)]
 )
-def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tmp_path):
-    """Also where config.json is as transformers 4 writes it."""
-    reference = transformers_model(config)
-    reference.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "30KB")
-    model = load_pretrained(tmp_path)
+def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
+    """Also where config.json is as transformers 4 writes it. What we export is as it was."""
+    reference, theirs, ours = transformers_model(config), tmp_path / "theirs", tmp_path / "ours"
+    reference.save_pretrained(theirs, max_shard_size=file_bytes)
+    model = load_pretrained(theirs)
     assert model.config == config
     logits_agree(model, reference)
-    path = tmp_path / "config.json"
-    written = path.read_text()
+
+    monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
+    saved_hf(ours, model, SimpleNamespace(bos=7, stop=[8, 9], file=""))
+    for directory in (theirs, ours):
+        files = list(directory.glob("*.safetensors"))
+        assert (len(files) > 1) == (file_bytes == 30_000)
+        assert all(path.stat().st_size < file_bytes + 4000 for path in files)
+    auto = transformers.AutoModelForCausalLM
+    loaded, info = auto.from_pretrained(ours, output_loading_info=True)
+    assert type(loaded) is type(reference) and not any(info.values()), info
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (7, [8, 9])
+    logits_agree(model, loaded)
+    assert equal(loaded, reference)
+
+    written = (theirs / "config.json").read_text()
     for type_key in ("rope_type", "type"):
         content = json.loads(written)
         rope = content.pop("rope_parameters")
@@ -98,27 +112,8 @@ def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tm
         rope[type_key] = rope.pop("rope_type")
         content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
         content["torch_dtype"] = content.pop("dtype")
-        path.write_text(json.dumps(content))
-        assert formats.hf_config(tmp_path) == config
-
-
-@pytest.mark.parametrize(
-    "config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN3, 10**9)]
-)
-def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
-    model = our_model(config)
-    formats.save_hf(tmp_path, config, stored(model), SimpleNamespace(bos=7, stop=[8, 9], file=""))
-    files = list(tmp_path.glob("*.safetensors"))
-    assert (len(files) > 1) == (file_bytes == 30_000)
-    largest = max(weight.nbytes for weight in stored(model).values())
-    assert all(path.stat().st_size < max(file_bytes, largest) + 4000 for path in files)
-    auto = transformers.AutoModelForCausalLM
-    loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded).__name__ == ("Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM")
-    assert not any(info.values()), info
-    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (7, [8, 9])
-    logits_agree(model, loaded)
+        (theirs / "config.json").write_text(json.dumps(content))
+        assert formats.hf_config(theirs) == config
 
 
 # ------------------------------------------------------------------------------------------ Meta
@@ -129,22 +124,21 @@ def meta_shards(model: Llama, n: int, by_rows_only: bool) -> list[dict[str, torc
 
     Llama 2 shards the columns of the embedding, Llama 3 its rows."""
     columns = ("wo.weight", "w2.weight") + (() if by_rows_only else ("tok_embeddings.weight",))
-    weights = dict(model.named_parameters())
-    weights["output.weight"] = model.output.weight
 
-    def shard(name, weight, i):
-        if weight.ndim == 1:
-            return weight.detach()
-        return weight.detach().chunk(n, int(name.endswith(columns)))[i].clone()
+    def shard(name: str, weight: torch.Tensor, i: int) -> torch.Tensor:
+        dim = int(name.endswith(columns))
+        return weight if weight.ndim == 1 else weight.chunk(n, dim)[i].clone()
 
-    return [{name: shard(name, w, i) for name, w in weights.items()} for i in range(n)]
+    weights = model.state_dict().items()
+    return [{name: shard(name, weight, i) for name, weight in weights} for i in range(n)]
 
 
-def save_shards(directory: Path, config: LlamaConfig, shards: list[dict], **more) -> None:
+def save_shards(directory: Path, config: LlamaConfig, shards: list[dict]) -> None:
     params = dict(dim=config.dim, n_layers=config.n_layers, n_heads=config.n_heads,
                   n_kv_heads=config.n_kv_heads, vocab_size=-1, norm_eps=1e-5, multiple_of=16,
                   rope_theta=500000.0, use_scaled_rope=config.rope_scaling != 1)  # fmt: skip
-    (directory / "params.json").write_text(json.dumps(params | more))
+    directory.mkdir(exist_ok=True)
+    (directory / "params.json").write_text(json.dumps(params))
     for i, shard in enumerate(shards):
         torch.save(shard | {"rope.freqs": torch.ones(4)}, directory / f"consolidated.{i:02d}.pth")
 
@@ -185,16 +179,25 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
         assert formats.open_meta(tmp_path)[0] == config
 
 
+def test_metas_format_has_no_qwen3(tmp_path):
+    for config in (QWEN3, replace(QWEN3, qk_norm=False)):
+        with pytest.raises(UserError, match="no norms of q and k and no head_dim"):
+            formats.save_meta(tmp_path, config, {})
+
+
 # -------------------------------------------------------------------------------- round trips
 
 
-@pytest.mark.parametrize(
-    "config, dtype", [(PLAIN, torch.float32), (SCALED, torch.bfloat16), (SMALL, torch.bfloat16)]
-)
+@pytest.mark.parametrize("config, dtype", [(PLAIN, torch.float32), (SMALL, torch.bfloat16)])
 def test_round_trips_are_bit_identical(config, dtype, tmp_path):
-    """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first."""
-    model = our_model(config, dtype)
-    hf = saved_hf(tmp_path / "hf", model)
+    """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first. A norm stays in
+    float32. No hidden directory is left behind, nor is another one removed."""
+    model, hf = our_model(config, dtype), tmp_path / "hf"
+    weights = stored(model)
+    weights["norm.weight"] = weights["norm.weight"].to(torch.float32)
+    hf.mkdir()
+    formats.save_hf(hf, config, weights)
+    (tmp_path / ".hf2").mkdir()
     import_weights(hf, tmp_path / "a", None)
     export_weights(tmp_path / "a", tmp_path / "meta", "meta", None)
     import_weights(tmp_path / "meta", tmp_path / "b", None)
@@ -207,98 +210,118 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     export_weights(tmp_path / "b", tmp_path / "half", "hf", torch.float16)
     tensors = safetensors.torch.load_file(tmp_path / "half" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [".hf2"]
 
 
-def test_qwen3_is_exported_as_it_was(tmp_path):
-    """hf -> ours -> hf; and Meta's format cannot hold it."""
-    transformers_model(QWEN3).save_pretrained(tmp_path / "hf")
-    import_weights(tmp_path / "hf", tmp_path / "run", None)
-    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
-    first, last = (tmp_path / place / "model.safetensors" for place in ("hf", "out"))
-    theirs, ours = safetensors.torch.load_file(first), safetensors.torch.load_file(last)
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
-    for config in (QWEN3, replace(QWEN3, qk_norm=False)):
-        with pytest.raises(UserError, match="no norms of q and k and no head_dim"):
-            formats.save_meta(tmp_path, config, {})
+# The chat template of Llama 3's published instruction models.
+META_TEMPLATE = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | "
+    "trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
 
 
 def tokenizers_agree(directory: Path) -> None:
-    """Assert that tokenizer.model, tokenizer.json and transformers' reading of it agree."""
+    """Assert that tokenizer.model, tokenizer.json and transformers' reading of it agree: in texts,
+    and in chats by our template and Meta's."""
     a, b = (load_tokenizer(str(directory / f"tokenizer.{kind}")) for kind in ("model", "json"))
     assert a.hash == b.hash
     reference = transformers.AutoTokenizer.from_pretrained(directory)
     text = "def f(x):\r\n\treturn  x * 1234567 # naïve 漢字 🙂\n\n  They'LL\x00\x7f "
     assert reference.encode(text, add_special_tokens=False) == a.encode(text)
     assert reference.decode(a.encode(text)) == text
-    chat = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
-    said = [*chat, dict(role="tool", content="4")]
-    chat.append(dict(role="ipython", content="4"))  # what a tool has put out, as in training
-    ids = reference.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
-    assert ids == encode_prompt(chat, a) and ids.count(a.bos) == 1
     assert reference(text)["input_ids"] == a.encode(text, bos=True)  # as Meta's own files do
+    talk = [*TALK, dict(role="assistant", content=" 4")]
+    for theirs, ours, template in (("tool", "ipython", None), ("user", "user", META_TEMPLATE)):
+        said, read = ([*talk, dict(role=role, content="Yes.\n")] for role in (theirs, ours))
+        options = dict(chat_template=template, add_generation_prompt=True)
+        ids = reference.apply_chat_template(said, **options)["input_ids"]
+        assert ids == encode_prompt(read, a) and ids.count(a.bos) == 1
     assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop
 
 
 def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
-    train_tokenizer([str(text), formats.__file__], 500, tmp_path / "mine" / "tokenizer.model")
-    tokenizer = load_tokenizer(str(tmp_path / "mine"))
+    train_tokenizer([str(text), formats.__file__], 500, tmp_path / "tokenizer.model")
+    tokenizer, out = load_tokenizer(str(tmp_path)), tmp_path / "out"
     hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size)))
-    import_weights(hf, tmp_path / "run", str(tmp_path / "mine"))
-    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
-    tokenizers_agree(tmp_path / "out")
-    (tmp_path / "out" / "tokenizer.model").unlink()
-    assert read_config(tmp_path / "out")["tokenizer"].endswith("tokenizer.json")
-    import_weights(tmp_path / "out", tmp_path / "again", None)
+    import_weights(hf, tmp_path / "run", str(tmp_path))
+    export_weights(tmp_path / "run", out, "hf", None)
+    tokenizers_agree(out)
+    (out / "tokenizer.model").unlink()
+    assert read_config(out)["tokenizer"].endswith("tokenizer.json")
+    import_weights(out, tmp_path / "again", None)
     written = [(tmp_path / run / "tokenizer.model").read_bytes() for run in ("run", "again")]
     assert written[0] == written[1]
 
     # A base with a chat template and settings of its own hands them on, through several runs.
-    stop, settings = list(tokenizer.stop), "generation_config.json"
-    (tmp_path / "out" / settings).write_text('{"temperature": 0.6, "eos_token_id": 1}')
-    (tmp_path / "out" / "chat_template.jinja").write_text("mine")
+    (out / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 1}')
+    (out / "chat_template.jinja").write_text("mine")
     import_weights(tmp_path / "again", tmp_path / "run2" / "step-00000007", None)
-    of_run = {"init": str(tmp_path / "run2")}  # as train.py records it
-    write_checkpoint(tmp_path / "third", *open_weights(tmp_path / "again"), tokenizer, **of_run)
-    export_weights(tmp_path / "third", tmp_path / "last", "hf", None)
+    third, of_run = tmp_path / "third", {"init": str(tmp_path / "run2")}  # as train.py records it
+    write_checkpoint(third, *open_weights(tmp_path / "again"), tokenizer, **of_run)
+
+    def template_of(directory: Path) -> str:
+        export_weights(third, directory, "hf", None)
+        return transformers.AutoTokenizer.from_pretrained(directory).get_chat_template()
+
+    assert template_of(tmp_path / "last") == "mine"
+    export_weights(third, tmp_path / "gguf", "gguf", None)
+    fields = gguf.GGUFReader(tmp_path / "gguf/model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "mine"
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "last")
-    assert theirs.get_chat_template() == "mine"
+        assert (tmp_path / "last" / name).read_bytes() == (out / name).read_bytes()
     # An answer ends where a chat ends, and there is a template, although a base has none.
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "last")
-    assert (config.temperature, config.eos_token_id) == (0.6, [1, *stop])
-    (tmp_path / "out" / "chat_template.jinja").unlink()
-    path = tmp_path / "out" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
-    export_weights(tmp_path / "third", tmp_path / "of base", "hf", None)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "of base")
-    assert theirs.get_chat_template() == tokenizer.template
-    shutil.rmtree(tmp_path / "out")
-    export_weights(tmp_path / "third", tmp_path / "without", "hf", None)
+    assert (config.temperature, config.eos_token_id) == (0.6, [1, *tokenizer.stop])
+    (out / "chat_template.jinja").unlink()
+    settings = json.loads((out / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert template_of(tmp_path / "of base") == tokenizer.template
+    shutil.rmtree(out)
+    assert template_of(tmp_path / "without") == tokenizer.template
     assert not (tmp_path / "without" / "generation_config.json").exists()
 
 
 @pytest.mark.slow
-def test_metas_tokenizer_is_kept(tmp_path, text):
-    """From the command line: import, generate, train, and export the trained model."""
+def test_metas_tokenizer_is_kept(tmp_path):
+    """It lies in original/, and names the tokens that end an answer."""
     config = LlamaConfig(32, 1, 2, 2, 32, 128_256, 131_072, rope_scaling=32.0, tie_embeddings=True)
-    hf, tuned = saved_hf(tmp_path / "hf", our_model(config)), tmp_path / "tuned"
+    hf, out = saved_hf(tmp_path / "hf", our_model(config)), tmp_path / "out"
     (hf / "original").mkdir()
     tokenizer = shared("llama3.tokenizer.model")
     shutil.copy(tokenizer, hf / "original" / "tokenizer.model")
-    succeed("checkpoint.py", "import", hf, tmp_path / "mine")
-    succeed("generate.py", tmp_path / "mine", "--prompt", "El", "--max-new-tokens", 3)
-    succeed("train.py", "--init", hf, "--data", text, "--out", tuned, "--steps", 1,
-            "--seq-len", 8, "--batch", 2, "--eval-every", 0, "--dp", "fsdp", nproc=2)  # fmt: skip
-    succeed("checkpoint.py", "export", tuned, tmp_path / "out", "--format", "hf")
-    assert read_config(tmp_path / "out")["model"] == config
-    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
-    tokenizers_agree(tmp_path / "out")
-    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    import_weights(hf, tmp_path / "run", None)
+    export_weights(tmp_path / "run", out, "hf", None)
+    assert read_config(out)["model"] == config
+    assert (out / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    tokenizers_agree(out)
+    content = json.loads((out / "config.json").read_text())
     assert content["bos_token_id"] == 128_000
     assert content["eos_token_id"] == [128_001, 128_008, 128_009]
+
+
+def test_vllm_reads_an_export_and_an_adapter(tmp_path):
+    """By its own parsers. The package is large, and no requirement."""
+    configs = pytest.importorskip("vllm.transformers_utils.config", reason="needs vllm")
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.peft_helper import PEFTHelper
+
+    hf, adapter = tmp_path / "hf", tmp_path / "adapter"
+    export_weights(saved(tmp_path / "base", our_model(SCALED)), hf, "hf", None)
+    read = configs.get_config(hf, trust_remote_code=False)
+    assert read.architectures == ["LlamaForCausalLM"] and read.vocab_size == SCALED.vocab_size
+    assert configs.get_hf_text_config(read).num_key_value_heads == SCALED.n_kv_heads
+    assert read.rope_parameters["factor"] == SCALED.rope_scaling
+    lora = LoRA(rank=4, alpha=12, rslora=True, targets=("wq", "wk", "w2"))
+    add_adapters(model := our_model(SCALED), lora)
+    adapter.mkdir()
+    save_adapter(adapter, lora, SCALED, gather_adapters(model), "base")
+    helper = PEFTHelper.from_local_dir(str(adapter), SCALED.max_seq_len)
+    helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    assert helper.vllm_lora_scaling_factor == lora.alpha / lora.rank**0.5
 
 
 def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch):
@@ -306,7 +329,6 @@ def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch)
     model = our_model(LlamaConfig(512, 8, 8, 2, 1536, vocab_size=1500))
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", 9_000_000)
     hf, meta = saved_hf(tmp_path / "hf", model), tmp_path / "meta"
-    meta.mkdir()
     save_shards(meta, model.config, meta_shards(model, 2, by_rows_only=True))
     result = succeed("tests/workers/loading_memory.py", hf, meta, nproc=2)
     lines = [line.split() for line in result.out.splitlines()]
@@ -399,22 +421,11 @@ def test_mutated_pth_files_are_refused_or_read(tmp_path):
     assert 20 < refusals < 100
 
 
-def test_weights_of_several_dtypes(tmp_path):
-    """Norms in float32 beside bfloat16 stay as they are; integers are refused."""
-    weights = stored(our_model(PLAIN, torch.bfloat16))
-    norm = torch.rand(48)
-    weights["norm.weight"] = StoredTensor.of(norm)
-    (hf := tmp_path / "hf").mkdir()
-    formats.save_hf(hf, PLAIN, weights)
-    import_weights(hf, tmp_path / "run", None)
-    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
-    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(tensors["model.norm.weight"], norm)
-    assert tensors["lm_head.weight"].dtype == torch.bfloat16
-    weights["norm.weight"] = StoredTensor.of(norm.char())
-    formats.save_hf(hf, PLAIN, weights)
+def test_weights_of_integers_are_refused(tmp_path):
+    norm = StoredTensor.of(torch.ones(48, dtype=torch.int8))
+    formats.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)) | {"norm.weight": norm})
     with pytest.raises(UserError, match=r"has 1 tensor\(s\) of integers: model\.norm\.weight"):
-        load_pretrained(hf)
+        load_pretrained(tmp_path)
 
 
 def test_files_that_are_missing(tmp_path, monkeypatch):

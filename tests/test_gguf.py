@@ -1,7 +1,6 @@
 """files/gguf.py: llama.cpp computes and tokenizes as we do from the files that we export."""
 
 import json
-import random
 import subprocess
 import sys
 import urllib.request
@@ -11,10 +10,11 @@ from subprocess import PIPE
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, succeed
-from test_formats import our_model, stored
+from conftest import ROOT
+from test_formats import META_TEMPLATE, TALK, our_model, saved
+from test_tokenizer import hard_strings
 
-from checkpoint import export_weights, write_checkpoint
+from checkpoint import export_weights
 from files.gguf import Q8_0, encoded, save_gguf
 from model import LlamaConfig
 from plumbing.processes import UserError
@@ -28,7 +28,6 @@ pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
 PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
 SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
 QWEN3 = replace(PLAIN, head_dim=32, qk_norm=True)
-TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
 
 
 class LlamaCpp:
@@ -59,8 +58,9 @@ class LlamaCpp:
 
         The server reports no probabilities of a token that ends within a character: it may not
         choose one."""
-        decoded = {i: token.decode(errors="replace") for token, i in tokenizer.vocab.items()}
-        part = [i for i, text in decoded.items() if "\ufffd" in text]
+        part = [
+            i for token, i in tokenizer.vocab.items() if "\ufffd" in token.decode(errors="replace")
+        ]
         banned = [[i, False] for i in [*part, *tokenizer.special.values()]]
         body = dict(prompt=ids, n_predict=n, n_probs=size, temperature=0, logit_bias=banned)
         steps = self.ask("/completion", **body)["completion_probabilities"]
@@ -69,17 +69,6 @@ class LlamaCpp:
             for entry in step["top_logprobs"]:
                 row[entry["id"]] = entry["logprob"]
         return [step["id"] for step in steps], rows
-
-
-def hard_strings(n: int) -> list[str]:
-    """Strings of scripts, digits, marks, spaces, control characters and names of tokens."""
-    rng, strings = random.Random(0), []
-    ranges = [(32, 127), (0, 0x600), (0xE00, 0x1000), (0x2000, 0x3100), (0x1F300, 0x1FB00)]
-    often = ["\n", "\r", "\t", " ", "  ", "\u00a0", "'s", "'LL", "123456", "<|eot_id|>", "</s>"]
-    for _ in range(n):
-        parts = [rng.choice(often), *(chr(rng.randrange(*rng.choice(ranges))) for _ in range(3))]
-        strings.append("".join(rng.choice(parts) for _ in range(rng.randrange(1, 12))))
-    return strings
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +84,8 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def exported(directory, config, tokenizer, dtype=None):
     """Export a model with large weights, and return it and its file."""
     model = our_model(config)
-    write_checkpoint(directory / "run", config, stored(model), tokenizer)
-    export_weights(directory / "run", directory / "out", "gguf", dtype)
+    run = saved(directory / "run", model, tokenizer)
+    export_weights(run, directory / "out", "gguf", dtype)
     return model, directory / "out" / "model.gguf"
 
 
@@ -127,17 +116,10 @@ def test_llama_cpp_tokenizes_and_chats_alike(tokenizer, tmp_path):
 
 def test_the_template_is_known_to_ollama():
     """It looks for a template at fewer than 100 changes of a character from Meta's."""
-    meta = (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | "
-        "trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    )
-    row = list(range(len(meta) + 1))  # of the table of edit distances
+    row = list(range(len(META_TEMPLATE) + 1))  # of the table of edit distances
     for i, ours in enumerate(CHAT_TEMPLATE, 1):
         before, row = row, [i]
-        for j, theirs in enumerate(meta, 1):
+        for j, theirs in enumerate(META_TEMPLATE, 1):
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (ours != theirs)))
     assert row[-1] < 100
 
@@ -172,19 +154,6 @@ def test_blocks_of_zeros_and_halves():
     rows = np.array([[0.0] * 32, [127, 0.5, 1.5, -0.5, -2.5] + [0.0] * 27], dtype=np.float32)
     expected = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0).tobytes()
     assert encoded(torch.from_numpy(rows), Q8_0) == expected
-
-
-def test_the_chat_template_of_a_base_is_handed_on(tokenizer, tmp_path):
-    """From the command line, with a checkpoint in between."""
-    exported(tmp_path, PLAIN, tokenizer)
-    base, run = tmp_path / "base", tmp_path / "imported"
-    export_weights(tmp_path / "run", base, "hf", None)
-    (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}, mine")
-    succeed("checkpoint.py", "import", base, run)
-    succeed("checkpoint.py", "export", run, tmp_path / "g", "--format", "gguf")
-    llama_cpp = LlamaCpp(tmp_path / "g/model.gguf")
-    template = llama_cpp.ask("/apply-template", messages=TALK[1:])["prompt"]
-    assert template == "What is 2 + 2?, mine"
 
 
 def test_qwen3_with_scaled_rope_is_refused(tokenizer, tmp_path):

@@ -6,35 +6,28 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, succeed
+from conftest import ROOT, parsed_by, succeed
 
-import bench
 from model import PRESETS
-from plumbing.parser import Parser
 from text.tokenizer import load_tokenizer
 
-PAGE = runpy.run_path(str(ROOT / "docs/gpu.py"))
-gpu = SimpleNamespace(**PAGE)
-LINES = [line for commands in gpu.PARTS.values() for _, line, _ in commands]
+gpu = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu.py")))
+COMMANDS = [(name, line) for part in gpu.PARTS.values() for name, line, _ in part]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [line for _, line in COMMANDS])
 def test_a_command_parses(line):
     script, *words = shlex.split(line)
     if script == "docs/gpu.py":
         assert words[0] == "--measure" and words[1] in gpu.MEASURES
     elif script == "bench.py":
-        command, *flags = words
-        bench.COMMANDS[command][0](parser := Parser())
-        args = parser.parse_args([*flags, "--json", "x.json"])
-        assert args.model in PRESETS
+        assert parsed_by(script, *words, "--json", "x.json").model in PRESETS
     else:
         assert (script, words[0]) == ("-m", "pytest") and (ROOT / words[-1]).exists()
 
 
 def test_names_are_not_used_twice_and_a_dry_run_lists_commands():
-    names = [name for commands in gpu.PARTS.values() for name, _, _ in commands]
-    assert len(set(names)) == len(names)
+    assert len(dict(COMMANDS)) == len(COMMANDS)
     out = succeed("docs/gpu.py", "--part", "B", "--dry-run").out
     assert [f"    python {line}" for _, line, _ in gpu.PARTS["B"]] == out.splitlines()[1::2]
 

@@ -97,13 +97,22 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     assert "hint: python labs/run.py hint mean" in out
 
 
+def test_a_changed_tensor_is_named_with_its_line(tmp_path):
+    """And what the check itself does brings no warning of PyTorch's among the lines."""
+    exchange = "    dist.all_reduce(totals)\n"
+    change = {exchange: f"{exchange}    dist.all_reduce(loss.detach())\n"}
+    path = student_file("mean", tmp_path, change)
+    out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
+    assert "average changes `loss` in line 27." in out and "Warning" not in out
+
+
 def test_the_ddp_of_a_student_trains_as_the_project(copy):
     """And another trains otherwise, so it is the student's that a run uses."""
     (copy / "labs/work").mkdir()
     flags = "--dp ddp --model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 6".split()
     flags += "--optimizer adamw --dtype float64 --steps 4 --eval-every 0".split()
     change = {"            parameter.grad /= dist.get_world_size()\n": ""}
-    losses = {}
+    measured = {}
     for name, script, changed in (
         ("project's", "train.py", {}),
         ("student's", "labs/train.py", {}),
@@ -111,8 +120,11 @@ def test_the_ddp_of_a_student_trains_as_the_project(copy):
     ):
         student_file("ddp", copy / "labs/work", changed)
         out = copy / name
-        result = launch(copy / script, *flags, "--data", copy / "docs", "--out", out, ranks=2)
-        assert result.codes == [0, 0], result.err
-        losses[name] = [json.loads(line)["loss"] for line in open(out / "metrics.jsonl")]
-    assert losses["student's"] == pytest.approx(losses["project's"], rel=1e-12)
-    assert losses["wrong"] != pytest.approx(losses["project's"], rel=1e-6)
+        result = launch(copy / script, *flags, "--data", copy / "docs", "--out", out, nproc=2)
+        assert result.codes == [0, 0], f"{name}: {result.err}"
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        measured[name] = [
+            json.loads(line)[what] for line in lines for what in ("loss", "grad_norm")
+        ]
+    assert measured["student's"] == pytest.approx(measured["project's"], rel=1e-12)
+    assert measured["wrong"] != pytest.approx(measured["project's"], rel=1e-3)

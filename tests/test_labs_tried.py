@@ -1,161 +1,193 @@
-"""Right answers in unusual styles pass, and wrong ones get a sentence of their own."""
+"""Right answers in unusual styles pass, also beside other programs; wrong ones get a sentence."""
+
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 from test_labs import lab, student_file
+
+from labs.machinery import answers, checking, guard, ranks, student
 
 SEND = """\
         work = dist.all_reduce(parameter.grad, async_op=True)
         pending.append((parameter, work))
 """
-WAIT = """\
-        for parameter, work in pending:
-            work.wait()
-            parameter.grad /= dist.get_world_size()
-"""
-PAIRS = {
-    SEND: """\
-        held.append(parameter)
-        seen.append(parameter)
-        if len(held) == 2 or len(seen) == len(list(model.parameters())):
-            flat = torch.cat([p.grad.flatten() for p in held])
-            pending.append((held[:], flat, dist.all_reduce(flat, async_op=True)))
-            held.clear()
-""",
-    WAIT: """\
-        seen.clear()
-        for bucket, flat, work in pending:
-            work.wait()
-            flat /= dist.get_world_size()
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-                p.grad.copy_(part.view_as(p.grad))
-""",
-    "    pending = []": "    import torch\n\n    pending, held, seen = [], [], []",
-}
 SCATTERED = {
     SEND: """\
         flat = parameter.grad.flatten()
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size()))
+        flat = nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size()))
         own = flat.new_empty(len(flat) // dist.get_world_size())
         pending.append((parameter, own, dist.reduce_scatter_tensor(own, flat, async_op=True)))
 """,
-    WAIT: """\
-        for parameter, own, work in pending:
-            work.wait()
+    "parameter, work in": "parameter, own, work in",
+    "            parameter.grad /= dist.get_world_size()\n": """\
             whole = own.new_empty(len(own) * dist.get_world_size())
             dist.all_gather_into_tensor(whole, own)
             whole = whole[: parameter.grad.numel()] / dist.get_world_size()
             parameter.grad.copy_(whole.view_as(parameter.grad))
 """,
-    "    pending = []": "    import torch\n\n    pending = []",
 }
 FUNCTIONAL = {
     SEND: """\
-        total = functional.all_reduce(parameter.grad, "sum", dist.group.WORLD)
+        total = dist._functional_collectives.all_reduce(parameter.grad, "sum", dist.group.WORLD)
         pending.append((parameter, total))
 """,
-    "work.wait()": "parameter.grad.copy_(functional.wait_tensor(work))",
-    "    pending = []": """\
-    import torch.distributed._functional_collectives as functional
-
-    pending = []""",
+    "work.wait()": "parameter.grad.copy_(dist._functional_collectives.wait_tensor(work))",
 }
 LATE = {
-    SEND: SEND.replace("work = ", "work = None if dist.get_rank() == 1 else "),
-    WAIT: WAIT.replace(
-        "            work.", "            work = work or send_now(parameter)\n            work."
-    ),
-    "    pending = []": """\
-    def send_now(parameter):
-        return dist.all_reduce(parameter.grad, async_op=True)
-
-    pending = []""",
+    "pending = []": "pending, late = [], []",
+    "hook(send)": "hook(late.append if dist.get_rank() == 1 else send)",
+    "        for parameter, work in pending:": """\
+        while late:
+            send(late.pop(0))
+        for parameter, work in pending:""",
 }
 EARLY_WAIT = {SEND: SEND + "        if dist.get_rank() == 1:\n            work.wait()\n"}
-NORM = """\
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
+LOADED = """
+class Loaded(torch.Tensor):
+    def __reduce_ex__(self, _):
+        return exec, ("raise SystemExit(7)",)  # where a result is loaded
+
+
 """
 RETURN = "    return totals[0] / totals[1], norm"
-FORWARD = "            loss = runner(tokens, targets)\n"
-TOTAL = "        total += loss.detach()\n"
-GATHER = "        dist.all_gather_into_tensor(weight, rows, group=within)\n"
 FLAT = "total = tensor.flatten().clone()"
 PASSES = ""
+OWN_GROUPS = {
+    """\
+    nodes = dist.get_world_size() // per_node
+    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+    within, across = mesh.get_group("shard"), mesh.get_group("replicate")
+""": """\
+    size = dist.get_world_size()
+    nodes = [range(first, first + per_node) for first in range(0, size, per_node)]
+    within, _ = dist.new_subgroups_by_enumeration([[*node] for node in nodes])
+    across, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in zip(*nodes)])
+"""
+}
+RECOMPUTE = answers.answer_of("recompute")
+BY_HOOKS = {  # backward asks for what forward has saved: then forward runs again
+    RECOMPUTE[RECOMPUTE.index("    # >>>") : RECOMPUTE.index("    # <<<")]: """\
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    def checkpointed(x, *others):
+        rng_state, numbers, again = torch.get_rng_state(), itertools.count(), {}
+
+        def unpack(number):
+            if not again:
+                now = torch.get_rng_state()
+                torch.set_rng_state(rng_state)
+                keep = lambda tensor: again.setdefault(len(again), tensor.detach())
+                with torch.enable_grad(), hooks(keep, lambda kept: kept):
+                    forward(x.detach().requires_grad_(), *others)
+                torch.set_rng_state(now)
+            return again.pop(number)
+
+        with hooks(lambda tensor: next(numbers), unpack):
+            return forward(x, *others)
+
+    return checkpointed
+""",
+    "import torch\n": "import itertools\n\nimport torch\n",
+}
 TRIED = [
+    ("hsdp", OWN_GROUPS, ""),
+    ("recompute", BY_HOOKS, ""),
     ("ddp", {"work.wait()": "work.get_future().wait()"}, PASSES),
     ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
              "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
     ("ddp", FUNCTIONAL, PASSES),
     ("ddp", {SEND: f"        if not parameter.grad.any():\n            return\n{SEND}"},
      "does not come out"),
-    ("ddp", PAIRS, PASSES),
     ("ddp", SCATTERED, PASSES),
     ("ddp", LATE, "A rank sends when backward is over"),
     ("ddp", EARLY_WAIT, "A rank waits for each all-reduce before it sends the next"),
     ("ddp", {"        pending.clear()\n": "        done.extend(pending)\n        pending.clear()\n",
              "    pending = []": "    pending, done = [], []"}, "keeps more tensors or handles"),
-    ("ddp", {"= dist.all_reduce(": "= dist.distributed_c10d.all_reduce("}, "write it without"),
     ("ring", {FLAT: "total = tensor.view(-1).clone()"}, "flatten copies it where needed"),
     ("ring", {FLAT: "total = tensor.flatten().double()"}, "The sum of float32 is wrong"),
-    ("ring", {"    return total.view_as(tensor)": "    return total.view(tensor.shape or 1)"},
-     "without dimensions is wrong"),
-    ("mean", {NORM: "    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)\n"}, PASSES),
+    ("ring", {"view_as(tensor)": "view(tensor.shape or 1)"}, "without dimensions is wrong"),
+    ("ring", {"def ring": f"{LOADED}def ring", "as(tensor)": "as(tensor).as_subclass(Loaded)"},
+     PASSES),
+    ("ring", {FLAT: f"__import__('threading').Thread().start()\n    {FLAT}"}, "without a thread"),
+    ("mean", {"    norm = ": "    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)\n"
+              "    return totals[0] / totals[1], norm\n    norm = "}, PASSES),
     ("mean", {RETURN: "    return number(totals[0] / totals[1]), number(norm)\n\n\n"
               "def number(x):\n    return x.item()"}, PASSES),
     ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
     ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "has other numbers"),
     ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
-    ("logits", {"            dist.all_reduce(sums)": """\
-            for i in range(len(targets)):
-                of_token = sums[:, i].clone()
-                dist.all_reduce(of_token)
-                sums[:, i] = of_token"""}, "of all tokens at once"),
-    ("fsdp", {"save_for_backward(x, rows)": "save_for_backward(x.clone(), rows)"},
-     "kept for nothing"),
-    ("nf4", {"scales = blocks.abs().amax(2)": "scales = blocks.abs().amax(2).bfloat16().float()"},
-     "is not rounded"),
-    ("hsdp", {"return weight\n": "return vars(gather).setdefault('kept', weight)\n"},
-     "Right if it is called once"),
+    ("logits", {"dist.all_reduce(sums)": "[dist.all_reduce(number) for number in sums.flatten()]"},
+     "of all tokens at once"),
+    ("fsdp", {"backward(x, rows)": "backward(x.clone(), rows)"}, "kept for nothing"),
+    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"}, "called once"),
     ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
-    ("hsdp", {GATHER: f'{GATHER}        init_device_mesh("cpu", (nodes, per_node))\n'},
+    ("hsdp", {"weight = rows": 'init_device_mesh("cpu", (nodes, per_node))\n        weight = rows'},
      "makes a group in every call"),
-    ("accumulate", {"    total = 0.0": "    microbatches.reverse()\n    total = 0.0"},
-     "or is gone"),
-    ("accumulate", {FORWARD: f"{FORWARD}            runner.module(tokens, targets)\n"},
+    ("accumulate", {"total = 0.0": "total = microbatches.reverse() or 0.0"}, "or is gone"),
+    ("accumulate", {"loss = runner": "runner.module(tokens, targets)\n            loss = runner"},
      "Each microbatch runs forward once"),
-    ("accumulate", {TOTAL: f"        vars(runner).setdefault('x', []).append(loss.data)\n{TOTAL}"},
+    ("accumulate", {"total += ": "vars(runner)[len(vars(runner))] = loss.data\n        total += "},
      "keeps more tensors in memory"),
-    # Wrong formulas, known by the numbers that they give.
-    ("zero1", {"square.sqrt() + EPS": "(square + EPS).sqrt()"}, "eps is added under the root"),
-    ("zero1", {"parameters, moments, count =": "shown, parameters, moments, count = {},",
-               "padded(parameter.grad))": "shown.setdefault(parameter, padded(parameter.grad)))"},
-     "Every step has the gradients of the first"),
-    ("context", {"mask, enable_gqa=True": "mask, scale=1.0, enable_gqa=True"}, "the root of E"),
-    ("context", {"chunk[:, None] >=": "chunk[:, None] >"}, "A token does not see itself"),
-    ("logits", {"- vocab_start": "- dist.get_rank() * logits.shape[1]"},
-     "look for targets from [0, 34, 66] on"),
-    ("mean", {"parameter.grad *= min(1.0, clip / norm)": "parameter.grad.clamp_(-clip, clip)"},
-     "Each element is cut off at `clip`"),
-    ("mean", {"grad /= totals[1]": "grad /= 1 if dist.get_rank() else totals[1]"},
-     "Rank 0 alone divides"),
     ("ddp", {SEND: f"{SEND}        parameter.grad /= dist.get_world_size()\n",
              "            parameter.grad /= dist.get_world_size()\n": ""}, "after wait()"),
-    ("accumulate", {"== len(microbatches) - 1": "== 1"}, "averaged after microbatch 2 of 4"),
-    ("fsdp", {"            weight_grad = ": "            dist.all_reduce(x_grad)\n"
-              "            weight_grad = "}, "The last matrix has its right gradient"),
-    ("nf4", {"scales = blocks.abs().amax(2)":
-             "scales = blocks.gather(2, blocks.abs().argmax(2, True))[..., 0]",
-             "scales.clamp(min=1e-30)": "scales.where(scales != 0, 1e-30)"}, "has the sign of"),
     ("tp", {"return SumInForward.apply(hidden @ w2.T)":
-            "total = SumInForward.apply(hidden @ w2.T)\n"
-            "        return hidden @ w2.T if rank else total"}, "Rank 0 alone has what is right"),
+            "return (SumInForward.apply(hidden @ w2.T), hidden @ w2.T)[rank > 0]"},
+     "Rank 0 alone has what is right"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, change, says", TRIED)
 def test_answers_in_other_styles(name, change, says, tmp_path):
-    path, size = student_file(name, tmp_path, change), {"hsdp": 4, "nf4": 1}.get(name, 3)
+    path, size = student_file(name, tmp_path, change), 4 if name == "hsdp" else 3
     out = lab("check", name, "--file", path, "--ranks", size, code=1 if says else 0)
     assert says in " ".join(out.split()), out
+
+
+@pytest.mark.parametrize("word", "distributed_c10d _getframe x.f_back _fork_exec ctypes".split())
+def test_words_that_go_past_the_counts(word, tmp_path):
+    (tmp_path / "mean.py").write_text(word)
+    with pytest.raises(student.Misuse, match="write it without"):
+        student.load_function(tmp_path / "mean.py", "average")
+    assert not student.HIDDEN.search("half_back, f_backward")
+
+
+def computes(rank: int, seconds: float = 0.5) -> None:
+    while time.process_time() < seconds:  # of this process, which begins
+        pass
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+@pytest.mark.parametrize("function, end", [
+    (computes, "results"), (lambda _: time.sleep(9), "hangs"), (lambda _: computes(_, 99), "error")
+])  # fmt: skip
+def test_ranks_that_compute_do_not_hang(function, end, platform, monkeypatch, tmp_path):
+    """Nor do those that wait for a core: it counts that they don't sleep. They may not for ever."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ranks, "PATIENCE", 5)
+    monkeypatch.setattr(ranks, "LONGEST", 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    ended = ranks.run_ranks(function, 2, tmp_path / "mean.py")
+    assert [name for name in ("results", "hangs", "error") if getattr(ended, name)] == [end]
+    if end == "hangs":
+        assert "busy (load 999 on" in " ".join(" ".join(checking.explain_hang(ended)).split())
+
+
+@pytest.mark.slow
+def test_right_answers_pass_beside_others(tmp_path):
+    """Sixteen programs use all cores, and come first."""
+
+    def run() -> None:
+        os.nice(10)
+        for name in ("tp", "context"):
+            assert checking.check(name, 3, 0, student_file(name, tmp_path)).passed, name
+
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
+    (process := guard.FORK.Process(target=run)).start()
+    process.join()
+    for other in others:
+        other.kill()
+    assert process.exitcode == 0

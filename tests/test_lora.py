@@ -1,13 +1,11 @@
 """lora.py, files/adapters.py against adapters added by hand, and against PEFT."""
 
-import dataclasses
 import json
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, refused
 from torch import nn
 
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
@@ -74,6 +72,8 @@ def test_merge(dtype, dora):
     before = model(TOKENS)
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     assert len(layers) == 14
+    master_weights = {factor.dtype for factor in adapters(model).values()}
+    assert master_weights == {torch.promote_types(dtype, torch.float32)}
     for layer in layers:
         base = layer.weight.double().clone()
         layer.weight.copy_(merged(layer))
@@ -92,41 +92,35 @@ def test_dropout_acts_on_the_input_of_adapters():
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+
+    def plain(dropped: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
+
     torch.manual_seed(5)
     y = layer(x)
     torch.manual_seed(5)
     dropped = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
     assert 0.2 < (dropped == 0).double().mean() < 0.6
-    plain = x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
-    assert torch.allclose(y, plain, rtol=0, atol=1e-12)
     grad, inputs = torch.randn_like(y), (x, layer.lora_A, layer.lora_B)
-    ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (y, plain))
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    layer.eval()
-    update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
-    assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
+    ours, theirs = ((y, *torch.autograd.grad(y, inputs, grad)) for y in (y, plain(dropped)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.eval()(x), plain(x), rtol=0, atol=1e-12)
 
 
-def test_norms_are_exact_under_autocast():
+@torch.no_grad()
+def test_norms_of_rows_and_magnitudes_in_bfloat16():
+    """Norms are exact under autocast. FSDP rounds magnitudes: a factor that is 1 stays 1. A row of
+    zeros yields zeros, not NaN."""
     layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     exact = layer.weight.double() + 4 * layer.lora_B.double() @ layer.lora_A.double()
     with torch.autocast("cpu", torch.bfloat16):
-        norms = layer.row_norms()
-    assert torch.allclose(norms.double(), exact.norm(dim=1), rtol=1e-6)
-
-
-def test_magnitudes_in_bfloat16_and_rows_of_zeros():
-    """FSDP rounds magnitudes: a factor that is 1 stays 1. A row of zeros yields zeros, not NaN."""
-    layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
-    with torch.no_grad():
-        layer.weight[3] = 0
-        nn.init.normal_(layer.lora_A), nn.init.zeros_(layer.lora_B)
-        layer.lora_magnitude.copy_(layer.row_norms())
-    x, norms = torch.randn(5, 64), layer.row_norms()
-    parameters = [getattr(layer, name) for name in LoRALinear.PARAMETERS[:4]]
-    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), norms, 0.0)
+        assert torch.allclose(layer.row_norms().double(), exact.norm(dim=1), rtol=1e-6)
+    layer.weight[3] = 0
+    nn.init.zeros_(layer.lora_B)
+    layer.lora_magnitude.copy_(layer.row_norms())
+    x, parameters = torch.randn(5, 64), layer.ordered_parameters()[:4]
+    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), layer.row_norms(), 0.0)
     assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
     assert merged(layer).isfinite().all()
 
@@ -143,10 +137,14 @@ def test_recomputation_drops_the_same_again(mode):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_a_second_adapter_is_refused():
-    model = adapted(CONFIG, LoRA())
+def test_layers_that_cannot_have_an_adapter():
     with pytest.raises(UserError, match="an adapter already"):
+        add_adapters(adapted(CONFIG, LoRA()), LoRA())
+    (model := Llama(CONFIG)).layers["1"].attention.wq = nn.Linear(32, 32)
+    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter: it has a bias"):
         add_adapters(model, LoRA())
+    with pytest.raises(UserError, match="multiple of 64 weights, not of 96"):
+        LoRALinear(nn.Linear(96, 8, bias=False), LoRA(), bits=4)
 
 
 # ------------------------------------------------------------------------------------ PEFT's files
@@ -158,10 +156,9 @@ def save(directory, model: Llama, lora: LoRA) -> None:
 
 
 KINDS = {
-    "lora": (CONFIG, LoRA(rank=4, alpha=12, dropout=0.1)),
-    "rslora": (CONFIG, LoRA(rank=9, alpha=6.5, rslora=True, targets=("wq", "wk", "w2"))),
-    "tied": (dataclasses.replace(CONFIG, tie_embeddings=True), LoRA(rank=4)),
-    "dora": (CONFIG, LoRA(rank=4, alpha=12, dora=True)),
+    "lora": LoRA(rank=4, alpha=12, dropout=0.1),
+    "rslora": LoRA(rank=9, alpha=6.5, rslora=True, targets=("wq", "wk", "w2")),
+    "dora": LoRA(rank=4, alpha=12, dora=True),
 }
 
 
@@ -186,14 +183,14 @@ def norm_of_gradients(model) -> float:
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
     peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
-    config, lora = KINDS[kind]
-    model, plain = adapted(config, lora, torch.float32), Llama(config)
+    lora = KINDS[kind]
+    model, plain = adapted(CONFIG, lora, torch.float32), Llama(CONFIG)
     plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
-    save_hf(base, config, stored_base(model))
+    save_hf(base, CONFIG, stored_base(model))
     save(adapter, model, lora)
-    assert open_adapter(adapter, config)[0] == lora
+    assert open_adapter(adapter, CONFIG)[0] == lora
     theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
@@ -232,35 +229,18 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, change, says):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key, value",
     [
-        ("peft_type", "IA3"),
-        ("bias", "all"),
-        ("rank_pattern", {"q_proj": 2}),
-        ("alpha_pattern", {"q_proj": 2}),
-        ("modules_to_save", ["lm_head"]),
-        ("init_lora_weights", "pissa"),
-        ("fan_in_fan_out", True),
-        ("r", "8"),
-        ("r", 0),
-        ("lora_alpha", None),
-        ("lora_dropout", -1),
-        ("lora_dropout", 1.5),
-        ("use_rslora", "false"),
+        ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
+        ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
+        ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
+        ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
         ("target_modules", ["q_proj", "lm_head"]),
     ],
-)
+)  # fmt: skip
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match="lm_head" if key == "target_modules" else key):
         load_adapter(Llama(CONFIG), tmp_path)
-
-
-# ------------------------------------------------------------------------------------------ merged
-
-
-def test_an_adapter_is_no_model(tmp_path):
-    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
-    refused(launch("generate.py", tmp_path), "is an adapter", "--adapter, with base")

@@ -48,14 +48,14 @@ def test_a_plan_has_the_time_of_muon():
     model = build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096))
     machine = assumed_machine("h100", "400gbit", 8)
 
-    def times(parallel: ParallelConfig, microbatch: int, **more) -> list[dict[str, float]]:
+    def times(parallel: ParallelConfig, microbatch: int) -> list[dict[str, float]]:
         """Return the seconds of each part of a step, by AdamW and by Muon."""
         options = parallel, replace(parallel, optimizer="muon")
-        works = [step_of(model, option, microbatch, 1, 1024, **more) for option in options]
+        works = [step_of(model, option, microbatch, 1, 1024, on_gpu=True) for option in options]
         return [step_time(work, machine) for work in works]
 
     parallel = ParallelConfig("fsdp", shard=8, dtype=torch.bfloat16)
-    adamw, muon = times(parallel, 1, on_gpu=True)
+    adamw, muon = times(parallel, 1)
     matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
     rate, link = 989.4e12 * machine.matmul_fraction, machine.node_link
     seconds = flops_of_muon(model, parallel) / rate + 2 * 7 / 8 * 2 * matrices / 8 / link

@@ -6,28 +6,26 @@ counted.jsonl has steps with their counts: the peak of memory and the payload of
 import json
 import sys
 from dataclasses import replace
+from datetime import date
 from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, slow, step_of
-from exact import meta_model, parallel_config
+from exact import parallel_config
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig, Work
 from costs.page import Traffic, holds, saved, sends
 from costs.seconds import sent_bytes
 from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig, rope_angles
-from parallel import parallelize, with_mesh
-from perf.instruments import Live, build_on_meta, emulate, needs_real_tensors, state_tensors
+from parallel import with_mesh
+from perf.instruments import build_on_meta, emulate, make_step, needs_real_tensors
 from plumbing.processes import init_distributed
 from techniques import float8, offload, optimizers
-from techniques.optimizers import make_optimizer
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch
-from train import accumulate
 
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
 WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
@@ -36,31 +34,27 @@ QWEN3 = replace(CHUNKY, head_dim=64, qk_norm=True)
 CONFIGS = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED, QWEN3=QWEN3)
 ADAPTERS = {
     "none": None,
-    "rank 4": dict(rank=4),
-    "wq wv": dict(rank=4, targets=("wq", "wv")),
-    "dropout": dict(rank=4, dropout=0.1),
-    "dora": dict(rank=4, dora=True),
+    "rank 4": LoRA(4),
+    "wq wv": LoRA(4, targets=("wq", "wv")),
+    "dropout": LoRA(4, dropout=0.1),
+    "dora": LoRA(4, dora=True),
 }
 COUNTED = ROOT / "tests/counted.jsonl"
 LIMITS = (0.02, 0.05, 0.10, 0.15, 0.40)
 ROWS = [json.loads(line) for line in COUNTED.read_text().splitlines()]
 
 
-def make_step(step: dict) -> tuple[Work, int]:
+def work_of(step: dict) -> tuple[Work, int]:
     """Return the step of a row of COUNTED, and the place along pp of the rank that was counted."""
-    given = dict(step)
-    ranks, name, adapters = (given.pop(key) for key in ("ranks", "config", "adapters"))
-    bits, stage = given.pop("base_bits"), given.pop("stage")
-    sequences = given.pop("microbatch"), given.pop("microbatches")
-    given["dtype"] = getattr(torch, given["dtype"])
-    lora = ADAPTERS[adapters]
+    given = step | dict(dtype=getattr(torch, step["dtype"]))
+    others = "ranks config adapters base_bits stage microbatch microbatches".split()
+    ranks, name, adapters, bits, stage, *sequences = (given.pop(key) for key in others)
+    config, lora = CONFIGS[name], ADAPTERS[adapters]
     parallel = parallel_config(ranks, bool(lora), **given)
-    config, pp = CONFIGS[name], parallel.pp
-    config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
-    model = (
-        build_on_meta(config, LoRA(**lora), base_bits=bits) if lora else meta_model(config, True)
-    )
-    return step_of(model, parallel, *sequences, 256), pp - 1 if stage == "last" else 0
+    if (pp := parallel.pp) > 1:
+        config = replace(config, n_layers=pp * parallel.stages_per_rank + 1)
+    work = step_of(build_on_meta(config, lora, base_bits=bits), parallel, *sequences, 256)
+    return work, pp - 1 if stage == "last" else 0
 
 
 def payload_of(traffic: Traffic) -> dict[str, int]:
@@ -73,10 +67,7 @@ def count(work: Work, stage: int, monkeypatch) -> dict:
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
     monkeypatch.setattr(optimizers, "ELEMENTS_AT_A_TIME", 1 << 14)
     sent, held = emulate(work, stage)
-    payload = {
-        f"{collective} over {dim}": nbytes for (dim, collective), (_, nbytes) in sent.items()
-    }
-    return {"peak": held["peak"], "payload": payload}
+    return {"peak": held["peak"], "payload": payload_of(sent)}
 
 
 def is_plain(step: dict) -> bool:
@@ -96,7 +87,7 @@ def test_the_page_beside_counted_steps(monkeypatch):
     peaks, plain, payloads = [], [], []
     for row in ROWS:
         step, counted = row["step"], row["counted"]
-        work, stage = make_step(step)
+        work, stage = work_of(step)
         is_fake = not needs_real_tensors(work.parallel)
         monkeypatch.setattr(float8, "has_float8", lambda *_, is_fake=is_fake: is_fake)
         peaks.append(holds(work, stage)["peak"] / counted["peak"] - 1)
@@ -118,73 +109,67 @@ def test_the_page_beside_counted_steps(monkeypatch):
         )
 
 
-QUICK = ROWS[:: len(ROWS) // 6]
+QUICK = range(0, len(ROWS), len(ROWS) // 6)
+TODAY = range(date.today().toordinal() % 2, len(ROWS), 2)  # -m slow counts the others tomorrow
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=str(i), marks=[pytest.mark.slow] * (row not in QUICK))
-        for i, row in enumerate(ROWS)
-    ],
+    "i", [i if i in QUICK else slow(i) for i in range(len(ROWS)) if i in QUICK or i in TODAY]
 )
-def test_steps_are_as_they_were_counted(row, monkeypatch):
-    assert count(*make_step(row["step"]), monkeypatch) == row["counted"]
+def test_steps_are_as_they_were_counted(i, monkeypatch):
+    assert count(*work_of(ROWS[i]["step"]), monkeypatch) == ROWS[i]["counted"]
 
 
-PLAIN = {
-    "DDP": dict(dp="ddp", replicate=4),
-    "ZeRO-1": dict(dp="zero1", replicate=4),
-    "FSDP": dict(dp="fsdp", shard=4),
-    "FSDP, one gather a step": dict(dp="fsdp", shard=4, reshard="none"),
-    "FSDP, all sharded again": dict(dp="fsdp", shard=4, reshard="all"),
-    "HSDP": dict(dp="hsdp", replicate=2, shard=2),
-    "TP": dict(tp=2, replicate=2),
-    "CP": dict(dp="fsdp", shard=4, cp=2),
-    "PP": dict(pp=2, replicate=2),
-    "FSDP x TP x CP x PP": dict(dp="fsdp", shard=2, cp=2, tp=2, pp=2),
+TIED_4 = replace(CHUNKY, n_layers=4, tie_embeddings=True)
+UNEVEN = replace(CHUNKY, n_layers=4, vocab_size=516)
+EXACT = {  # a model, and how it is split
+    "DDP": (WIDE, dict(dp="ddp", replicate=4)),
+    "ZeRO-1": (WIDE, dict(dp="zero1", replicate=4)),
+    "FSDP": (WIDE, dict(dp="fsdp", shard=4)),
+    "FSDP, one gather a step": (WIDE, dict(dp="fsdp", shard=4, reshard="none")),
+    "FSDP, all sharded again": (WIDE, dict(dp="fsdp", shard=4, reshard="all")),
+    "HSDP": (WIDE, dict(dp="hsdp", replicate=2, shard=2)),
+    "TP": (WIDE, dict(tp=2, replicate=2)),
+    "CP": (WIDE, dict(dp="fsdp", shard=4, cp=2)),
+    "PP": (WIDE, dict(pp=2, replicate=2)),
+    "FSDP x TP x CP x PP": (WIDE, dict(dp="fsdp", shard=2, cp=2, tp=2, pp=2)),
+    # Of a tied matrix the last stage has a copy.
+    "PP x TP, tied": (TIED_4, dict(pp=2, tp=2)),
+    # Of 258 rows of a rank of tp FSDP pads to 260.
+    "FSDP x TP, uneven": (UNEVEN, dict(dp="fsdp", shard=4, tp=2)),
+    "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_llama_sends_exactly_that(name, dtype):
-    """README's table, in three microbatches, one of them under selective checkpointing."""
-    checkpointing = "selective" if dtype == torch.bfloat16 else "none"
-    parallel = ParallelConfig(dtype=dtype, checkpointing=checkpointing, **PLAIN[name])
-    work = step_of(build_on_meta(WIDE), parallel, 2, 3, 256)
-    sent, held = emulate(work)
-    assert payload_of(sends(work, 0)) == payload_of(sent)
-    assert holds(work, 0)["peak"] == pytest.approx(held["peak"], rel=0.1)
-    for kind in ("parameters", "gradients"):
-        assert holds(work, 0)[kind] == held[kind]
-    assert holds(work, 0)["optimizer"] == pytest.approx(held["optimizer"], rel=0.01)  # step counts
-
-
 @pytest.mark.parametrize(
-    "sizes, mesh",
-    [
-        (dict(tie_embeddings=True), dict(pp=2, tp=2)),
-        (dict(vocab_size=516), dict(dp="fsdp", shard=4, tp=2)),
-        (dict(vocab_size=516, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
-    ],
+    "more", [dict(dtype=torch.bfloat16), slow(dict(checkpointing="selective"))]
 )
-def test_so_do_tied_and_uneven_ones(sizes, mesh):
-    """Of a tied matrix the last stage has a copy; of 258 rows of a rank of tp FSDP pads to 260."""
-    parallel = ParallelConfig(**mesh)
-    work = step_of(build_on_meta(replace(CHUNKY, n_layers=4, **sizes)), parallel, 2, 2, 64)
-    for stage in {0, parallel.pp - 1}:
-        assert payload_of(sends(work, stage)) == payload_of(emulate(work, stage)[0]), stage
+@pytest.mark.parametrize("name", EXACT)
+def test_a_plain_llama_sends_exactly_that(name, more):
+    """README's table, in three microbatches on the first and on the last stage."""
+    config, split = EXACT[name]
+    work = step_of(build_on_meta(config), ParallelConfig(**split, **more), 2, 3, 256)
+    for stage in {0, work.parallel.pp - 1}:
+        sent, held = emulate(work, stage)
+        assert payload_of(sends(work, stage)) == payload_of(sent), stage
+        check_memory(work, stage, held)
+
+
+def check_memory(work: Work, stage: int, held: dict) -> None:
+    """Assert that the page has the bytes of what a rank held: state to the byte, but for AdamW's
+    step counts, and the peak within a tenth."""
+    predicted = holds(work, stage)
+    for kind in ("parameters", "gradients"):
+        assert predicted[kind] == held[kind]
+    assert predicted["optimizer"] == pytest.approx(held["optimizer"], rel=0.01)
+    assert predicted["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
 def test_adapters_of_replicated_factors_are_counted_whole():
-    """A of wq and B of wo are whole on each rank of tp: with AdamW's state to the byte, but for its
-    step counts."""
-    model = build_on_meta(CHUNKY, LoRA(4))
-    work = step_of(model, ParallelConfig(dp="fsdp", shard=2, tp=2), 2, 1, 64)
-    _, held = emulate(work)
-    for kind in ("parameters", "gradients"):
-        assert holds(work, 0)[kind] == held[kind]
+    """A of wq and B of wo are whole on each rank of tp."""
+    parallel = ParallelConfig(dp="fsdp", shard=2, tp=2)
+    work = step_of(build_on_meta(CHUNKY, LoRA(4)), parallel, 2, 1, 64)
+    check_memory(work, 0, emulate(work)[1])
 
 
 def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
@@ -220,20 +205,14 @@ def test_peaks_on_one_h200(model, microbatch, checkpointing, moments, measured):
 def test_a_mask_takes_what_is_predicted(checkpointing):
     """Attention by a mask: a row of it for each token, k and v for each query head."""
     parallel = ParallelConfig(checkpointing=checkpointing)
-    world = with_mesh(init_distributed(), parallel)
-    model = build_on_meta(CHUNKY)
-    expected = holds(Work(model, parallel, 2, 2, 512, document=50))["peak"]
-    runner = parallelize(model, world, Llama.init_weights)
-    optimizer = make_optimizer(model, ParallelConfig())
+    work = Work(build_on_meta(CHUNKY), parallel, 2, 2, 512, document=50)
     tokens = torch.zeros(2, 512, dtype=torch.int64)
-    positions = (torch.arange(1024) % 50).view(2, 512)
+    batch = Batch(tokens, tokens, (torch.arange(1024) % 50).view(2, 512), 1)
+    training = make_step(work, with_mesh(init_distributed(), parallel), batch)
     for _ in range(2):  # step 1 makes AdamW's moments
-        with Live(tree_leaves(state_tensors(model, optimizer))) as live:
-            accumulate(runner, Batch(tokens, tokens, positions, 1), 2, world)
-            optimizer.step()
-            optimizer.zero_grad()
+        _, held = training.count()
     torch.distributed.destroy_process_group()
-    assert expected == pytest.approx(live.peak, rel=0.1)
+    assert holds(work)["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", slow("full")])
@@ -269,24 +248,11 @@ def test_parameters_at_the_root_are_counted_whatever_their_name():
     assert holds(step_of(model, parallel, 2, 1, 256))["parameters"] == before + 101 * 64 * 4 // 2
 
 
-@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
-def test_more_microbatches_take_no_more_memory(schedule, v):
-    """A rank holds no more of 20 microbatches than of 2 p."""
-    model = build_on_meta(LlamaConfig(64, 8, 4, 2, 128, vocab_size=256))
-    parallel = ParallelConfig(pp=4, schedule=schedule, stages_per_rank=v)
-    many, some, few = (
-        [holds(step_of(model, parallel, 1, m, 64), rank)["peak"] for rank in range(4)]
-        for m in (20, 8, 4)
-    )
-    assert many == some and (few[0] < many[0]) == (v == 2)
-
-
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         lines = []
         for row in ROWS:
-            lines.append(
-                json.dumps(dict(step=row["step"], counted=count(*make_step(row["step"]), patch)))
-            )
+            counted = count(*work_of(row["step"]), patch)
+            lines.append(json.dumps(dict(step=row["step"], counted=counted)))
             print(f"{len(lines)} of {len(ROWS)}", file=sys.stderr)
     COUNTED.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""parallel.py: what is refused, what stays small, and what a split saves, samples and tells."""
+"""parallel.py beside what its docstrings say: what is refused, what stays small, what is told."""
 
 import re
 import textwrap
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import step_of, succeed
-from exact import GROUPED, ODD, RANK_3, TIED, assert_case, case, train
+from exact import GROUPED, ODD
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -18,47 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers.train_cases import initialize
 
 from config import ParallelConfig
-from model import Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
+from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
 from perf import instruments
-from perf.instruments import Instrument, Live, build_on_meta
+from perf.instruments import Live, build_on_meta
 from plumbing.processes import Process, UserError
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
 from techniques import chunked_loss
 from techniques.recompute import recompute_and_compile
-
-# What more is asked of a few splits than test_exact.py asks of all.
-TWO = {
-    "ddp in buckets": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2),
-    "fsdp tied": case(ODD | TIED, packed=True, dp="fsdp", shard=2) | {"generate": True, "steps": 1},
-    "lora ddp": case(ODD | TIED, lora=RANK_3, dp="ddp", replicate=2) | {"steps": 1},
-    "lora fsdp": case(ODD, lora=RANK_3, dp="fsdp", shard=2) | {"steps": 1},
-    "lora tp": case(GROUPED | TIED, lora=RANK_3, dp="fsdp", tp=2) | {"steps": 1},
-}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("two"), 2, TWO)
-
-
-def test_many_buckets_are_reduced(two):
-    assert_case(two["ddp in buckets"], TWO["ddp in buckets"], 2)
-
-
-@pytest.mark.parametrize("name", ["lora ddp", "lora fsdp", "lora tp"])
-def test_saving_gathers_adapters_and_no_more(two, name):
-    result, size = two[name], 0
-    for key, factor in result["adapters"].items():
-        assert torch.equal(factor, result["last"][key])
-        size += factor.nbytes
-    assert result["saving_bytes"] <= (0 if name == "lora ddp" else 2.2 * size)  # rounded up twice
-
-
-def test_samples_gather_weights_once(two):
-    """FSDP gathers each of two blocks once for four tokens; it has gathered the root before."""
-    assert two["fsdp tied"]["sampling_gathers"] == 2
 
 
 def test_all_that_it_does():
@@ -128,64 +96,34 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
 def test_replicas_that_begin_differently_are_refused():
     model = Llama(LlamaConfig(**GROUPED))
     parallel = ParallelConfig(dp="hsdp", replicate=2, shard=2)
-    for norms, codes, message in (  # of a base in 4 bits, sums of codes
+    for norms, codes, differs in (  # of a base in 4 bits, sums of codes
         ([1.0, 2.0, 1.0, 2.0], [5, 6, 5, 6], None),
-        ([1.0, 2.0, 1.0, 2.1], [5, 6, 5, 6], r"ranks \[3\] begin with other weights"),
-        ([1.0, 2.0, 1.0, 2.0], [5, 6, 4, 6], r"ranks \[2\] begin with other weights"),
+        ([1.0, 2.0, 1.0, 2.1], [5, 6, 5, 6], 3),
+        ([1.0, 2.0, 1.0, 2.0], [5, 6, 4, 6], 2),
     ):
         rows = torch.tensor([norms, codes]).T
         world = SimpleNamespace(parallel=parallel, all_gather_scalars=lambda _, rows=rows: rows)
-        with pytest.raises(UserError, match=message) if message else nullcontext():
+        told = rf"ranks \[{differs}\] begin with other weights"
+        with pytest.raises(UserError, match=told) if differs else nullcontext():
             check_equal_replicas(model, world)
 
 
-class Products(Instrument):
-    """A context that counts the matrix products that run in it."""
-
-    count = 0
-
-    def see(self, op, *_) -> None:
-        self.count += op.__name__ == "mm.default"
-
-
-@pytest.mark.parametrize("saved, recomputed", [(("wk", "wo"), 4), (("wq", "wk", "wv"), 3), ((), 6)])
-def test_selective_checkpointing_saves_what_a_module_says(saved, recomputed, monkeypatch):
-    """Of the seven products of a block, backward never needs the output of w2."""
-    monkeypatch.setattr(Attention, "saved_products", saved)
-    monkeypatch.setattr(FeedForward, "saved_products", ())
-    (model := Llama(LlamaConfig(**GROUPED))).init_weights()
-    recompute_and_compile(model, "selective", compile=False)
-    x = torch.randn(1, 13, 40, requires_grad=True)
-    y = model.layers["0"](x, *rope_angles(model.config, torch.arange(13)[None]))
-    with Products() as products:
-        y.sum().backward()
-    assert products.count == 2 * 7 + recomputed
-
-
 @pytest.mark.parametrize(
-    "sizes, ranks, told",
+    "sizes, inner, outer",
     [
-        ("replicate=2", "replicate 0 1", "2 replicate; replicate groups (0 1)"),
-        ("replicate=2 shard=2", "replicate 0 2, shard 0 1",
-         "2 replicate x 2 shard; shard groups (0 1) (2 3); replicate groups (0 2) (1 3)"),
-        ("shard=2 tp=2", "shard 0 2, tp 0 1",
-         "2 shard x 2 tp; tp groups (0 1) (2 3); shard groups (0 2) (1 3)"),
+        (dict(replicate=2, shard=2), "shard", "replicate"),
+        (dict(shard=2, tp=2), "tp", "shard"),
     ],
-)  # fmt: skip
-def test_neighbours_share_what_talks_most(sizes, ranks, told):
+)
+def test_neighbours_share_what_talks_most(sizes, inner, outer):
     """As seen from rank 0: tp and shard lie within a node, replicate goes across."""
-    named = (pair.split("=") for pair in sizes.split())
-    parallel = ParallelConfig("hsdp", **{name: int(size) for name, size in named})
-    size, cpu = parallel.size, torch.device("cpu")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    world = with_mesh(Process(0, size, local_rank=0, per_node=size, device=cpu), parallel)
-    dims = [dim for dim in world.mesh.mesh_dim_names if world.mesh[dim].size() > 1]
-    found = (" ".join(map(str, [dim, *world.mesh[dim].mesh.tolist()])) for dim in dims)
-    assert (", ".join(found), describe_mesh(world)) == (ranks, f"mesh: {told}")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    process = Process(0, 4, local_rank=0, per_node=4, device=torch.device("cpu"))
+    world = with_mesh(process, ParallelConfig("hsdp", **sizes))
+    groups = f"{inner} groups (0 1) (2 3); {outer} groups (0 2) (1 3)"
+    assert describe_mesh(world) == f"mesh: 2 {outer} x 2 {inner}; {groups}"
+    assert [world.mesh[dim].mesh.tolist() for dim in (inner, outer)] == [[0, 1], [0, 2]]
     dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------- what stays small
 
 
 class Largest(Live):
@@ -206,14 +144,13 @@ def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary(monke
 
 
 def test_a_wrapped_block_is_not_wrapped_again():
+    """By us, whether it is compiled or a block of one's own, or by somebody else."""
     for compiled in (False, True):
         model = Llama(LlamaConfig(**ODD))
+        model.layers["0"] = type("OwnBlock", (Block,), {})(model.config, 0)
         recompute_and_compile(model, "full", compiled)
         with pytest.raises(UserError, match="block 0 is wrapped already"):
             recompute_and_compile(model, "selective", False)
-    own = Llama(LlamaConfig(**ODD))
-    own.layers["0"] = type("OwnBlock", (Block,), {})(own.config, 0)
-    recompute_and_compile(own, "full", False)  # is no wrapper
     wrapped = Llama(LlamaConfig(**ODD))
     wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
     with pytest.raises(UserError, match="block 1 is wrapped already"):

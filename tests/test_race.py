@@ -18,18 +18,15 @@ def results(*scores: float, seconds: float = 100) -> list[Result]:
     return [Result(score, seconds, 9) for score in scores]
 
 
-@pytest.mark.parametrize(
-    "entry, says",
-    [
+def test_verdicts():
+    for entry, says in (
         (results(1.4, 1.41, 1.39), "gain 0.1000 +- 0.0248 bits/byte: better"),
         (results(1.6, 1.61, 1.59), "gain -0.1000 +- 0.0248 bits/byte: worse"),
         (results(1.4, 1.6, 1.49), "bits/byte: no difference beyond noise"),
         (results(1.4, 1.4, 1.4, seconds=241), "disqualified: a run may take 240 s"),
         (results(1.4), "noise unknown"),
-    ],
-)
-def test_verdicts(entry, says):
-    assert says in verdict(results(1.5, 1.5, 1.5)[: len(entry)], entry, 240).splitlines()[-1]
+    ):
+        assert says in verdict(results(1.5, 1.5, 1.5)[: len(entry)], entry, 240).splitlines()[-1]
 
 
 def test_an_entry_without_effect_seldom_wins():
@@ -42,8 +39,8 @@ def test_an_entry_without_effect_seldom_wins():
 
 
 @pytest.mark.slow
-def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(tmp_path):
-    given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
+def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(text):
+    given = [f"--base={TINY} --data={text} --tokenizer=bytes", "--rounds=1"]
     flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
     changed = succeed("labs/race.py", CHANGES / "cosine.patch", flags, *given)
     assert "run 1 of 2: the entry, seed 0:" in changed.err and "after 2 steps" in changed.err
@@ -51,7 +48,7 @@ def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
+def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeypatch):
     """New files too, and a patch is for the last commit, whatever has changed since. The seed is
     the same for both, so without a change that matters there is no gain."""
     project = tmp_path / "project"
@@ -60,19 +57,16 @@ def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     subprocess.run(commit, shell=True, cwd=project, check=True)
     monkeypatch.setattr(race, "ROOT", project)
     monkeypatch.delattr(race.os, "sched_setaffinity", raising=False)  # for this process
-    base = f"{TINY} --data={text_of(tmp_path)} --tokenizer=bytes".split()
+    base = f"{TINY} --data={text} --tokenizer=bytes".split()
     given = dict(patch=None, flags=[], base=base, rounds=1, seconds=240, processes=1)
     with pytest.raises(UserError, match="race what"):
         race.measure_race(Namespace(**given))
     (project / "new.py").write_text("RATE = 0.1\n")
-    setup = (project / "runs/setup.py").read_text()
     change = "    from new import RATE\n    args.lr = RATE\n    return process\n"
-    new = setup.replace("    return process\n", change)
-    assert new != setup
-    (project / "runs/setup.py").write_text(new)
+    changed_copy(project, edits={"    return process\n": change}, file="setup")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     (project / "new.py").write_text("RATES = 0.1\n")
-    with pytest.raises(UserError, match=r"the entry failed: error: .*: cannot import name 'RATE'"):
+    with pytest.raises(UserError, match=r"the entry failed: .*: cannot import name 'RATE'"):
         race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "cosine.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
@@ -84,9 +78,3 @@ def test_a_patch_is_applied_within_another_repository(tmp_path):
     changed_copy(tmp_path / "race" / "entry")
     race.apply_patch(CHANGES / "cosine.patch", tmp_path / "race" / "entry")
     assert "cosine" in (tmp_path / "race" / "entry" / "train.py").read_text()
-
-
-def text_of(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} and {i * 7}\n" for i in range(3000)))
-    return str(path)

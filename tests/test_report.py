@@ -9,8 +9,7 @@ import sys
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import ROOT, launch, refused, succeed
-from test_train import flags
+from conftest import ROOT, launch, refused
 
 from report import CURVES, POINTS, page_of, read_run
 
@@ -34,6 +33,7 @@ def write_run(directory, steps: int, **changed):
 
 
 def test_a_record_that_is_broken_or_grows_is_read(tmp_path):
+    refused(launch("report.py", tmp_path), "is no run of train.py")
     out = write_run(tmp_path / "run", 3)
     rows = ["no JSON", "[1]", '{"step": "x"}', '{"step": 4, "tokens": 32, "loss": NaN}', '{"step"']
     with open(out / "metrics.jsonl", "a") as file:
@@ -52,18 +52,6 @@ def test_a_long_run_is_thinned_by_means(tmp_path):
     assert len(run["step"]) == math.ceil((2 * POINTS + 1) / size)
     assert run["curves"]["loss"][0] == pytest.approx(2 + (1 + 1 / 2 + 1 / 3) / 3, rel=1e-5)
     assert run["evaluations"][0]["step"] == 2 * POINTS + 1  # evaluations are all there
-
-
-def test_a_run_of_train_is_drawn(tmp_path, corpus):
-    out, page = tmp_path / "a run", tmp_path / "page.html"
-    result = succeed("train.py", *flags(corpus, out, steps=2, eval_every=1, eval_windows=2))
-    assert f"python report.py '{out}'" in result.out
-    succeed("report.py", out, "--out", page)
-    run = read_run(out)
-    assert run["facts"]["ranks"] == "1" and "--steps=2" in run["facts"]["command"]
-    assert all(None not in values for values in run["curves"].values())
-    assert len(run["evaluations"]) == 2 and run["evaluations"][0]["sample"].startswith("--- ")
-    refused(launch("report.py", tmp_path / "none"), "none is no run of train.py")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")

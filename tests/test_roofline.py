@@ -14,7 +14,6 @@ from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
 from perf.measured import measured_machine
-from plumbing.processes import UserError
 from techniques.schedules import bubble, check_schedule, make_schedule
 
 H100 = replace(assumed_machine("h100", "400gbit", 8), node_link=450e9)
@@ -41,10 +40,6 @@ def test_machines_by_name_and_by_numbers():
     by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
     assert (by_numbers.peak, by_numbers.memory, by_numbers.link) == (312e12, 80e9, 12.5e9)
     assert link_speed("400gbit") == link_speed("400Gb/s") == link_speed("50GB") == 50e9
-    with pytest.raises(UserError, match="no GPU 'h1000': choose one of h100"):
-        assumed_machine("h1000", "400gbit", 8)
-    with pytest.raises(UserError, match="no link 'fast': give its speed"):
-        link_speed("fast")
 
 
 def test_a_measured_machine_reproduces_its_measurement():

@@ -1,29 +1,42 @@
-"""text/tokenizer.py: encoding and decoding, files of tokenizers, training."""
+"""text/tokenizer.py and text/published.py: texts to ids, files of tokenizers, training, and chats.
+
+Tokenizers of other models are compared with transformers', and their chat templates with Jinja."""
 
 import itertools
 import json
-import os
-import subprocess
+import random
+import runpy
+import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 from conftest import ROOT, shared, succeed
+from test_formats import PLAIN, transformers_model
 from tiktoken.load import load_tiktoken_bpe
 
+from checkpoint import export_weights, read_config
 from plumbing.processes import UserError
+from text.chat import encode, encode_prompt
 from text.tokenizer import WORD_PATTERN, load_tokenizer, train_bpe, train_tokenizer
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 
 
-def test_the_bytes_tokenizer():
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode(SNIPPET) == list(SNIPPET.encode())
-    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    assert tokenizer.vocab_size == 256 + 11
-    # Small tokenizers end documents as answers.
-    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
+def hard_strings(n: int) -> list[str]:
+    """Strings of scripts, digits, marks, spaces, control characters and names of tokens."""
+    rng, strings = random.Random(0), []
+    ranges = [(32, 127), (0, 0x600), (0xE00, 0x1000), (0x2000, 0x3100), (0x1F300, 0x1FB00)]
+    often = ["\n", "\r", "\t", " ", "  ", "\u00a0", "'s", "'LL", "1234", "<|im_end|>", "</s>"]
+    for _ in range(n):
+        parts = [rng.choice(often), *(chr(rng.randrange(*rng.choice(ranges))) for _ in range(3))]
+        strings.append("".join(rng.choice(parts) for _ in range(rng.randrange(1, 12))))
+    return strings
 
 
 def test_a_trained_tokenizer(text, tmp_path):
@@ -39,6 +52,8 @@ def test_a_trained_tokenizer(text, tmp_path):
     assert len(tokenizer.encode(line)) < len(line) / 1.5
     assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
     assert tokenizer.token_bytes[tokenizer.bos] == 0
+    # Small tokenizers end documents as answers.
+    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
     # tiktoken's reader of Llama 3's files finds the same tokens.
     assert load_tiktoken_bpe(str(path)) == tokenizer.vocab
     # Ids without a token are left out.
@@ -92,31 +107,246 @@ HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WO
         ("json", json.dumps(HALF_A_FILE)[:-1], "is damaged: JSONDecodeError"),
     ],
 )
-def test_tokenizer_files_that_are_damaged_or_of_other_models_are_refused(
-    tmp_path, kind, content, message
-):
+def test_files_that_are_no_tokenizer_are_refused(tmp_path, kind, content, message):
     (tmp_path / f"tokenizer.{kind}").write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(str(tmp_path))
 
 
-def test_fewer_tokens_than_asked_for_are_told(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("abab " * 99)
-    train_tokenizer([tmp_path / "text.txt"], 400, tmp_path / "small.model")
-    found = load_tokenizer(str(tmp_path / "small.model")).vocab_size
-    assert capsys.readouterr().err.startswith(f"{found} of 400 tokens, ")
-    assert 267 < found < 300
-
-
-def test_the_cache_can_be_elsewhere(tmp_path):
-    command = [sys.executable, "-c", "from text.tokenizer import CACHE; print(CACHE)"]
-    environment = os.environ | {"FLATLLAMA_CACHE": str(tmp_path)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.stdout == f"{tmp_path}\n", result.stderr
-
-
-def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path, text):
+def test_sizes_of_tokenizers(tmp_path, text, capsys):
+    """A text may hold fewer tokens than asked for; no tokenizer is smaller than that of bytes."""
+    path = tmp_path / "tokenizer.model"
+    (tmp_path / "short.txt").write_text("abab " * 99)
+    train_tokenizer([tmp_path / "short.txt"], 400, path)
+    found = load_tokenizer(str(path)).vocab_size
+    assert capsys.readouterr().err.startswith(f"{found} of 400 tokens, ") and 267 < found < 300
+    train_tokenizer([str(text)], 267, path)
+    assert load_tokenizer(str(path)).encode(SNIPPET) == list(SNIPPET.encode())
     with pytest.raises(UserError, match="tokenizer of 266 tokens is too small: ask for 267"):
-        train_tokenizer([str(text)], 266, tmp_path / "tokenizer.model")
-    train_tokenizer([str(text)], 267, tmp_path / "tokenizer.model")
-    assert load_tokenizer(str(tmp_path)).encode(SNIPPET) == list(SNIPPET.encode())
+        train_tokenizer([str(text)], 266, path)
+
+
+def test_the_cache_can_be_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATLLAMA_CACHE", str(tmp_path))
+    assert runpy.run_path(str(ROOT / "text/tokenizer.py"))["CACHE"] == tmp_path
+
+
+# ------------------------------------------------------- tokenizers and chats of other models
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# As published, but for the names of SmolLM2's makers.
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TINYLLAMA = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + "
+    "message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' "
+    "+ message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + "
+    "system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+WRITTEN_OUT = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False,
+               "normalized": False, "single_word": False}  # fmt: skip
+TALK = [
+    dict(role="system", content="Be brief."),
+    dict(role="user", content="What is 2 + 2?"),
+    dict(role="assistant", content="4, naïvely 🙂"),
+    dict(role="user", content="And\n\n2 * 3?"),
+    dict(role="assistant", content="6!"),
+]
+
+
+def byte_level(pre_tokenizers: list, names: list[str], normalizer=None):
+    """A byte-level BPE of hard strings, with its special tokens first or last in the vocabulary."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(pre_tokenizers)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    given = dict(initial_alphabet=alphabet, special_tokens=names, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=800, **given)
+    tokenizer.train_from_iterator(hard_strings(3000), trainer)
+    return tokenizer
+
+
+def smollm2():
+    pre = tokenizers.pre_tokenizers
+    steps = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+    return byte_level(steps, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"])
+
+
+def qwen3():
+    pre, regex = tokenizers.pre_tokenizers, tokenizers.Regex(QWEN_WORDS)
+    steps = [pre.Split(regex, "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer = byte_level(steps, [], tokenizers.normalizers.NFC())
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return tokenizer
+
+
+def sentencepiece(prefix: bool):
+    """As Llama 2's and TinyLlama's, with a ▁ before a text; or as Yi's, without."""
+    models, norm, dec = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
+    of_text = tokenizers.Tokenizer(models.BPE())  # whose merges these become
+    of_text.normalizer = norm.Replace(" ", "▁")
+    given = dict(limit_alphabet=200, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, **given)
+    of_text.train_from_iterator([text for text in hard_strings(3000) if "<" not in text], trainer)
+    merges = [tuple(pair) for pair in json.loads(of_text.to_str())["model"]["merges"]]
+    pieces = ["".join(pair) for pair in merges]
+    special, of_bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    ordered = dict.fromkeys([*special, *of_bytes, "▁", *sorted(set("".join(pieces))), *pieces])
+    vocab = {piece: i for i, piece in enumerate(ordered)}
+    given = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, **given))
+    tokenizer.normalizer = norm.Sequence([norm.Prepend("▁")] * prefix + [norm.Replace(" ", "▁")])
+    steps = [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
+    tokenizer.decoder = dec.Sequence(steps + [dec.Strip(" ", 1, 0)] * prefix)
+    tokenizer.add_special_tokens(special)
+    if prefix:
+        template = tokenizers.processors.TemplateProcessing
+        tokenizer.post_processor = template("<s> $A", "<s> $A $B", [("<s>", 1)])
+    return tokenizer
+
+
+with_prefix, without = partial(sentencepiece, True), partial(sentencepiece, False)
+KINDS = {  # tokenizer, and bos_token, eos_token and chat_template of tokenizer_config.json
+    "smollm2": (smollm2, "<|im_start|>", "<|im_end|>", CHATML),
+    "qwen3": (qwen3, None, "<|im_end|>", QWEN),
+    "tinyllama": (with_prefix, "<s>", "</s>", TINYLLAMA),
+    "llama2": (with_prefix, "<s>", WRITTEN_OUT, LLAMA_2),
+    "yi": (without, "<s>", "</s>", None),
+}
+
+
+def write(directory: Path, kind: str, **more) -> Path:
+    make, bos, eos, template = KINDS[kind]
+    config = dict(bos_token=bos, eos_token=eos, chat_template=template) | more
+    config = {name: value for name, value in config.items() if value}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    directory.mkdir(parents=True, exist_ok=True)
+    make().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if kind == "llama2":  # whose file of SentencePiece's, beside it, is passed over
+        (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    return directory
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """Our tokenizer and transformers', of the same files."""
+    directory = write(tmp_path_factory.mktemp("published") / request.param, request.param)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return load_tokenizer(str(directory)), theirs
+
+
+def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
+    ours, theirs = pair
+    longer, prefixed = 0, bool(ours.beginning)
+    for text in hard_strings(2000):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ids == ours.encode_array(text).tolist(), text
+        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids).removeprefix(" " * prefixed) == decoded, text
+        counted = ours.count_bytes(ours.encode_array(text).astype(int))
+        assert counted == len(ours.decode(ids).encode())
+        longer += len(ids) < len(text.encode()) - 1
+    assert longer > 500  # there are merges
+    assert ours.encode("Hi", bos=True) == theirs("Hi")["input_ids"]
+    assert ours.encode("", bos=True) == [ours.bos]
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[1:]], ids=["system", "no system"])
+def test_chats_are_written_as_by_the_template(pair, talk):
+    ours, theirs = pair
+    if not ours.template:
+        pytest.skip("a base model has no template")
+    with pytest.raises(UserError, match="has the role tool"):
+        encode_prompt([*talk, dict(role="ipython", content="4"), *talk[-2:]], ours)
+    options = dict(tokenize=True, return_dict=False)
+    prompt = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **options)
+    assert encode_prompt(talk, ours) == prompt
+    ids, is_target = encode(talk, ours)
+    whole = theirs.apply_chat_template(talk, **options)
+    assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n")
+    assert ids[: len(prompt)] == prompt and all(is_target[len(prompt) :])
+    targets = [token for token, target in zip(ids, is_target) if target]
+    (end,) = set(ours.stop) & set(targets)
+    assert targets[-1] == end
+    assert targets.count(end) == [message["role"] for message in talk].count("assistant")
+    for message in talk:
+        assert (message["content"] in ours.decode(targets)) == (message["role"] == "assistant")
+
+
+def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
+    """From the command line, with the files of the base and without them at last."""
+    base, run, lora = (tmp_path / name for name in ("base", "run", "lora"))
+    size = load_tokenizer(str(write(base, "smollm2"))).vocab_size
+    config = replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
+    transformers_model(config).save_pretrained(base)
+    chats, text = tmp_path / "chats.jsonl", tmp_path / "text.txt"
+    chats.write_text("\n".join([json.dumps({"messages": TALK[1:3]})] * 6))
+    text.write_text("naïve 🙂 2 + 2 = 4\n" * 200)
+    step = ("--steps", 1, "--batch", 2, "--warmup", 0, "--seq-len", 128)
+    out = succeed("train.py", "--init", base, "--data", text, "--out", run, *step).out
+    assert "bits/byte" in out
+    tune = ("finetune_lora.py", "--init", run, "--data", chats, "--out", lora, "--merge")
+    succeed(*tune, *step)
+    chat = ("--chat", "--prompt", "Hi", "--max-new-tokens", 3)
+    succeed("generate.py", run, "--adapter", lora, *chat)
+    files = {path.name: path.read_bytes() for path in base.glob("*token*")}
+    shutil.rmtree(base)
+    merged = read_config(lora / "merged")
+    assert merged["tokenizer"].endswith("tokenizer.json")
+    assert merged["flags"]["init"].startswith(str(run))  # whose chat template an export hands on
+    export_weights(lora / "merged", tmp_path / "out", "hf", None)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*token*")} == files
+    succeed("generate.py", tmp_path / "out", *chat)
+    with pytest.raises(UserError, match="divides text in another way"):
+        export_weights(lora / "merged", tmp_path / "gguf", "gguf", None)
+
+
+def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0)], None, False))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    metaspace = sentencepiece(True)
+    metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    for tokenizer, message in (
+        (unigram, "Unigram.*only byte-level BPE works here"),
+        (words, "WordLevel.*only byte-level BPE works here"),
+        (metaspace, "Metaspace.*only byte-level BPE works here"),
+        (byte_level([tokenizers.pre_tokenizers.ByteLevel()], []), "no token that ends a text"),
+    ):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(str(tmp_path))
+    strange = load_tokenizer(str(write(tmp_path / "strange", "yi", chat_template="{{ 'mine' }}")))
+    with pytest.raises(UserError, match="has a chat template of another form"):
+        encode_prompt(TALK, strange)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(str(tmp_path))

@@ -7,6 +7,7 @@ a kernel may be written anew: by 1e-5 of their size at most, and by 1e-12 in the
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,33 +15,39 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import metrics, succeed
+from conftest import metrics, slow, succeed
 from torch import Tensor
 from workers import written_by
-from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, read
+from workers.written_by import RUNS, SAVED, STEPS
 
 from data import open_windows
 from text.tokenizer import load_tokenizer
 
-STEP = f"step-{SAVED:08d}"
-LAST_STEP = f"step-{STEPS:08d}"
+STEP, LAST_STEP = f"step-{SAVED:08d}", f"step-{STEPS:08d}"
+OTHERS = [name for name in RUNS if name != "run"]
+RESUMED = [("run", False), *(slow(name, False) for name in OTHERS)]
+RESUMED += [slow("four", True), slow("pipeline", True)]
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory) -> Path:
+def old(text, sums, tmp_path_factory) -> Path:
     """The corpus and the smallest run."""
     directory = tmp_path_factory.mktemp("old")
+    shutil.copy(text, directory)
+    shutil.copy(sums, directory)
     try:
-        written_by.write(directory, quick=True)
+        written_by.write_corpus(directory)
     except subprocess.CalledProcessError:  # of git archive
         pytest.skip(f"needs commit {written_by.COMMIT}: git fetch --unshallow")
+    written_by.write_runs(directory, "run")
     return directory
 
 
 @pytest.fixture(scope="module")
 def everything(old) -> Path:
     """All that tests/workers/written_by.py writes."""
-    written_by.write(old)
+    written_by.write_runs(old, *OTHERS)
+    written_by.in_house(old, written_by.__file__, old)
     return old
 
 
@@ -52,22 +59,6 @@ def stored(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def resume(old: Path, name: str, out: Path, alone: bool = False) -> list[dict[str, dict]]:
-    """Resume OUT, a copy of one of RUNS, with today's code; return what each rank has loaded."""
-    loaded = out.with_name("loaded")
-    loaded.mkdir()
-    split = [] if alone else RUNS[name].split.split()
-    processes = 0 if alone else RUNS[name].processes
-    command = [*command_of(name, old, out), *split, "--resume"]
-    result = succeed("tests/workers/as_loaded.py", loaded, *command, nproc=processes)
-    assert f"resumed from {out / STEP}" in result.out and (out / LAST_STEP).exists()
-    # Neither of other data nor of another model.py, nor of flags that are gone, as --log-every.
-    assert "warning" not in result.err
-    of_ranks = [torch.load(path) for path in sorted(loaded.iterdir())]
-    assert len(of_ranks) == max(processes, 1)
-    return of_ranks
-
-
 def same_tensors(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     """Assert that the ranks together have loaded every tensor, and each as it was stored."""
     assert set().union(*ranks) == expected.keys()
@@ -75,19 +66,25 @@ def same_tensors(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-def same_steps(ours: list[dict], expected: list[dict], tolerance: float) -> None:
-    """Assert that two runs took the same steps, up to a relative difference of what is computed."""
-    assert len(ours) == STEPS
-    for row, theirs in zip(ours, expected, strict=True):
-        for key in ("step", "tokens", "lr"):
-            assert row[key] == theirs[key], key
-        for key in ("loss", "bits_per_byte", "grad_norm"):
-            assert row[key] == pytest.approx(theirs[key], rel=tolerance, abs=0), key
+@pytest.mark.parametrize("name, alone", RESUMED)
+def test_a_run_resumes(name, alone, request, tmp_path):
+    """A copy of it, as it would be if it had been killed just before its last save; on as many
+    processes or on one. Each rank loads what was stored, and takes the same steps."""
+    old = request.getfixturevalue("old" if name == "run" else "everything")
+    out, loaded = tmp_path / "run", tmp_path / "loaded"
+    loaded.mkdir()
+    shutil.copytree(old / name, out, ignore=shutil.ignore_patterns(LAST_STEP))
+    run = RUNS[name]
+    if alone:
+        run = run._replace(processes=0, split="")
+    command = [*written_by.command_of(name, old, out), *run.split.split(), "--resume"]
+    result = succeed("tests/workers/as_loaded.py", loaded, *command, nproc=run.processes)
+    assert f"resumed from {out / STEP}" in result.out and (out / LAST_STEP).exists()
+    # Neither of other data nor of another model.py, nor of flags that are gone, as --log-every.
+    assert "warning" not in result.err
+    ranks = [torch.load(path) for path in loaded.iterdir()]
+    assert len(ranks) == max(run.processes, 1)
 
-
-def resumes(old: Path, name: str, out: Path, alone: bool = False) -> None:
-    """Resume a copy of a run; compare what it loads, and the steps that it takes."""
-    ranks = resume(old, name, interrupted(old / name, out), alone)
     saved = old / name / STEP
     if (saved / "weights").exists():
         weights = stored(saved / "weights")
@@ -96,45 +93,25 @@ def resumes(old: Path, name: str, out: Path, alone: bool = False) -> None:
         weights = {key: tensor.float() for key, tensor in weights.items() if key != "logits"}
     same_tensors([rank["weights"] for rank in ranks], weights)
     same_tensors([rank["optimizer"] for rank in ranks], stored(saved / "optimizer"))
-    tolerance = 1e-12 if "float64" in RUNS[name].flags else 1e-5
-    same_steps(metrics(out), metrics(old / name), tolerance)
 
-
-# ------------------------------------------------------------------------------------------- runs
-
-
-def test_a_run_resumes(old, tmp_path):
-    resumes(old, "run", tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "run"])
-def test_every_run_resumes(everything, tmp_path, name):
-    resumes(everything, name, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["four", "pipeline"])
-def test_a_run_of_several_processes_resumes_on_one(everything, tmp_path, name):
-    resumes(everything, name, tmp_path / "run", alone=True)
-
-
-# ----------------------------------------------------------------------------- weights and tokens
+    tolerance = 1e-12 if "float64" in run.flags else 1e-5
+    rows = metrics(out)
+    assert len(rows) == STEPS
+    for row, theirs in zip(rows, metrics(old / name), strict=True):
+        for key in ("step", "tokens", "lr"):
+            assert row[key] == theirs[key], key
+        for key in ("loss", "bits_per_byte", "grad_norm"):
+            assert row[key] == pytest.approx(theirs[key], rel=tolerance, abs=0), key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_weights_load_and_compute_the_same(everything, name):
+def test_weights_load_compute_the_same_and_generate(everything, name):
     """A run's by load_pretrained, an adapter's by load_adapter; logits in float64."""
-    ours, theirs = read(everything, name), torch.load(everything / f"{name}.pt")
+    ours, theirs = written_by.read(everything, name), torch.load(everything / f"{name}.pt")
     logits = [tensors.pop("logits") for tensors in (ours, theirs)]
     same_tensors([ours], theirs)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-6)  # some angles are in float32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_text_is_generated(everything, name):
     model = [everything / name / STEP]
     if RUNS[name].script == "finetune_lora.py":
         model = [everything / "run", "--adapter", *model]

@@ -1,16 +1,13 @@
 """The check of labs/float8."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-import techniques.float8 as float8
 from labs.machinery import compare
 from labs.machinery.compare import Property, Values
 from labs.machinery.student import check_returned
-from labs.machinery.training import Run
 from perf.instruments import Counted, Live
 from techniques.float8 import E4M3, E5M2
 
@@ -71,7 +68,7 @@ def tensors(seed: int, case: str) -> tuple[Tensor, Tensor, Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Run the student's layer on this rank's columns, in each case. Return what came out, what was
     kept between forward and backward, and what was sent."""
-    found = {"output": {}, "gradients": {}, "weights": {}, "recorded": False, "kept": 0}
+    found = {"output": {}, "gradients": {}, "kept": 0}
     float8_linear = load()
     for case in CASES:
         *wholes, grad = tensors(seed, case)
@@ -83,223 +80,67 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             y = check_returned(float8_linear(x, weight), Tensor, "x @ weight.T, a tensor")
             del x
             found["kept"] = max(found["kept"], live.now - before - y.nbytes)
-            found["recorded"] |= "ToCopyBackward0" in recorded(y.grad_fn)
             if y.requires_grad:
                 y.backward(grad)
-        found["output"][case] = y.detach().double()
-        found["gradients"] |= {f"{case}, x": source.grad, f"{case}, weight": weight.grad}
-        found["weights"][case] = weight.detach()
+        found["output"] |= {case: y.detach(), f"weight, {case}": weight.detach()}
+        of_x = None if source.grad is None else of_tokens(source.grad, grad)
+        found["gradients"] |= {f"x, {case}": of_x, f"weight, {case}": weight.grad}
         found["sent"] = counted.sent
     return found
 
 
-def recorded(node) -> set[str]:
-    """Return the names of the operators that autograd will go back through, from `node` on."""
-    if node is None:
-        return set()
-    return {node.name()}.union(*(recorded(before) for before, _ in node.next_functions))
+def of_tokens(x_grad: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of x in units of the largest number that backward is given for a token,
+    since those of tokens have very different sizes."""
+    return x_grad / grad.abs().amax(1, keepdim=True).clamp(min=1e-300)
 
 
-# ---------------------------------------------------------------------------- what is expected
-
-# A format, and a function of all ranks' parts of a tensor and the rank: what it returns becomes the
-# format's largest number. Or None: nothing is rounded.
-Rounding = tuple[torch.dtype, Callable[[tuple[Tensor, ...], int], Tensor | float]] | None
-
-
-def of_all(parts: tuple[Tensor, ...], rank: int) -> Tensor:
-    return max(part.abs().max() for part in parts)
+def rounded(tensor: Tensor, format: torch.dtype) -> Tensor:
+    """Return the numbers that the codes of a tensor stand for."""
+    scale = tensor.abs().max() / torch.finfo(format).max
+    return (tensor / (scale or 1)).to(format).double() * scale
 
 
-def of_rank(parts: tuple[Tensor, ...], rank: int) -> Tensor:
-    return parts[rank].abs().max()
-
-
-def signed(parts: tuple[Tensor, ...], rank: int) -> Tensor:
-    return max(part.max() for part in parts)
-
-
-def added(parts: tuple[Tensor, ...], rank: int) -> Tensor:
-    return sum(part.abs().max() for part in parts)
-
-
-class Roundings(NamedTuple):
-    """How a layer's tensors are rounded; as it should be, unless it is said."""
-
-    x: Rounding = (E4M3, of_all)
-    weight: Rounding = (E4M3, of_all)
-    gradient: Rounding = (E5M2, of_all)
-
-
-def rounded(parts: tuple[Tensor, ...], rank: int, rounding: Rounding) -> Tensor:
-    """Return the numbers that the codes of a rank's part stand for."""
-    if rounding is None:
-        return parts[rank]
-    format, choose = rounding
-    largest = torch.finfo(format).max
-    scale = choose(parts, rank) / largest
-    return (parts[rank] / (scale or 1)).clamp(-largest, largest).to(format).double() * scale
-
-
-def layer(seed: int, size: int, how: Roundings) -> tuple[Values, Values]:
+def layer(seed: int, size: int) -> tuple[Values, Values]:
     """Return each rank's outputs and gradients, in all cases."""
     outputs, gradients = [{} for _ in range(size)], [{} for _ in range(size)]
     for case in CASES:
         x, weight, grad = tensors(seed, case)
-        x, weight = x.chunk(size, dim=1), weight.chunk(size, dim=1)
-        g = rounded((grad,), 0, how.gradient)
-        for rank in range(size):
-            a, w = rounded(x, rank, how.x), rounded(weight, rank, how.weight)
-            outputs[rank][case] = a @ w.T
-            gradients[rank] |= {f"{case}, x": g @ w, f"{case}, weight": g.T @ a}
+        g, wholes = rounded(grad, E5M2), (rounded(x, E4M3), rounded(weight, E4M3), weight)
+        parts = zip(*(whole.chunk(size, dim=1) for whole in wholes))
+        for rank, (a, w, weight) in enumerate(parts):
+            outputs[rank] |= {case: a @ w.T, f"weight, {case}": weight}
+            of_x = of_tokens(g @ w, grad)
+            gradients[rank] |= {f"x, {case}": of_x, f"weight, {case}": g.T @ a}
     return outputs, gradients
 
 
-def same_for_both(rounding: Rounding) -> Roundings:
-    return Roundings(rounding, rounding)
-
-
-# Sentence -> the roundings with which such a mistake gives the same.
-OF_OUTPUT = {
-    "Nothing is rounded: this is the product of x and weight as they are.": same_for_both(None),
-    "x is not rounded.": Roundings(x=None),
-    "The weight is not rounded.": Roundings(weight=None),
-    "x and weight are rounded without a scale: what is beyond 448 has become 448.": same_for_both(
-        (E4M3, lambda parts, rank: 448.0)
-    ),
-    "The factor is that of the largest number, and not of the largest absolute value: what is far "
-    "below 0 is cut off.": same_for_both((E4M3, signed)),
-    "Each rank scales by the largest number of its own columns, so the result depends on the "
-    "number of ranks. The scale is that of the whole tensor.": same_for_both((E4M3, of_rank)),
-    "The largest numbers of the ranks are added up, which all_reduce does by default: "
-    "dist.ReduceOp.MAX takes the largest.": same_for_both((E4M3, added)),
-    "x and weight are rounded to E5M2, which is coarser than E4M3.": same_for_both((E5M2, of_all)),
-}
-OF_GRADIENTS = {
-    "It is rounded without a scale, and below 2^-17 nothing is left of it.": Roundings(
-        gradient=(E5M2, lambda parts, rank: 57344.0)
-    ),
-    "It is rounded to E4M3, which does not reach as far down as E5M2.": Roundings(
-        gradient=(E4M3, of_all)
-    ),
-    "E5M2 reaches up to 57,344, and not only to the 448 of E4M3.": Roundings(
-        gradient=(E5M2, lambda parts, rank: of_all(parts, rank) * (57344 / 448))
-    ),
-    "The gradient is not rounded: the products of backward are of codes, too.": Roundings(
-        gradient=None
-    ),
-    "Backward multiplies x or weight as it is, and not its codes.": same_for_both(None),
-    "Backward multiplies x, weight and gradient as they are, and not their codes.": Roundings(
-        None, None, None
-    ),
-}
-
-
-def about(found: Tensor, expected: Tensor) -> bool:
-    """Return whether the rows of two matrices are equal, up to a scale that is rounded to float32.
-    Each row by itself: those of the gradients of tokens have very different sizes."""
-    if found.shape != expected.shape:
-        return False
-    return bool(((found - expected).norm(dim=1) <= 1e-6 * expected.norm(dim=1)).all())
-
-
-def sentence_for(found: Values, expected: Values, mistakes: Iterable[tuple[str, Values]]) -> str:
-    """Return the sentence for what differs from the expected tensors, "" if it is not known."""
-    pairs = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank]
-    wrong = [(r, k) for r, k in pairs if not about(found[r][k], expected[r][k])]
-    if not wrong:
-        return "The codes are right, and something is in float32. `product` returns float64."
-    if not all(found[r][k].isfinite().all() for r, k in wrong):
-        return (
-            "Some numbers are NaN. A tensor of zeros has no factor, since 448 / 0 is infinite; and "
-            "what is beyond a format's largest number has no code."
-        )
-    for sentence, values in mistakes:
-        if all(about(found[r][k], values[r][k]) for r, k in wrong):
-            return sentence
-    ratios = [ratio(found[r][k], expected[r][k]) for r, k in wrong]
-    if None in ratios:
-        return ""
-    if all(0.99 < value < 1.01 for value in ratios):
-        return (
-            "The codes are right, and a scale is a little off. Is something added to the largest "
-            "number, so that it is not 0? Clamp it."
-        )
-    return (
-        "The codes are right, and their product is multiplied by a wrong number. `product` is "
-        "given scales: what makes numbers of codes again, in float32."
-    )
-
-
-def ratio(found: Tensor, expected: Tensor) -> float | None:
-    """Return how many times as large as expected a tensor is; None if it is no such multiple."""
-    if found.shape != expected.shape or not found.any():
-        return None
-    value = found.norm() / expected.norm()
-    is_multiple = (found - value * expected).norm() <= 1e-6 * found.norm()
-    return value.item() if is_multiple else None
-
-
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    outputs, gradients = layer(seed, size, Roundings())
-    exact, _ = layer(seed, size, Roundings(None, None, None))
-    off = (outputs[0]["near 1"] - exact[0]["near 1"]).norm() / exact[0]["near 1"].norm()
-    found = results["output"]
-    mistakes = ((text, layer(seed, size, how)[0]) for text, how in OF_OUTPUT.items())
-    reference = f"that of rounded numbers, {100 * off:.1f} % off the exact one"
-    sentence = sentence_for(found, outputs, mistakes)
-    yield compare.tensors("output", found, outputs, {}, reference, sentence)
+    outputs, gradients = layer(seed, size)
+    x, weight, _ = (whole.chunk(size, dim=1)[0] for whole in tensors(seed, "near 1"))
+    exact = x @ weight.T
+    off = 100 * (outputs[0]["near 1"] - exact).norm() / exact.norm()
+    reference = f"that of rounded numbers, {off:.1f} % off the exact one"
+    yield compare.tensors("output", results["output"], outputs, reference)
     found = results["gradients"]
-    if missing := [name for of_rank in found for name, g in of_rank.items() if g is None]:
-        mistake = "Backward returns two gradients, that of x and that of weight."
-        yield Property("gradients", f"{missing[0]} has none", False, mistake)
-        return
-    mistakes = ((text, layer(seed, size, how)[1]) for text, how in OF_GRADIENTS.items())
-    sentence = sentence_for(found, gradients, mistakes)
-    if any(results["recorded"]):
-        sentence = (
-            "Autograd has recorded your casts: backward of a cast casts the gradient to 8 bits, "
-            "and that without a scale."
-        )
-    zeros = sum(int((of_rank["far apart, x"] == 0).sum()) for of_rank in found)
-    text = f"{zeros} of {TOKENS * IN} numbers of x's gradient"
-    yield Property("died", text, not zeros, f"The gradient dies: {text} are 0. {sentence}")
-    yield compare.tensors("gradients", found, gradients, {}, "those of rounded numbers", sentence)
+    of_x = [of_rank["x, far apart"] for of_rank in found if of_rank["x, far apart"] is not None]
+    zeros = sum(int((gradient == 0).sum()) for gradient in of_x)
+    text = f"{zeros} of {TOKENS * IN} numbers of x's gradient are 0"
+    yield Property("died", text, not zeros, "The gradient dies.", found)
+    yield compare.tensors("gradients", found, gradients, "those of rounded numbers")
 
-    weights = [tensors(seed, "near 1")[1].chunk(size, dim=1)[rank] for rank in range(size)]
-    mistake = (
-        "You have rounded the weight in place. An update is much smaller than the distance of two "
-        "codes, so a weight that is kept in 8 bits would not learn."
-    )
-    found = [of_rank["near 1"] for of_rank in results["weights"]]
-    yield compare.tensors("untouched", found, weights, {}, "as they were", mistake)
-    columns = max(weight.shape[1] for weight in weights)
     yield compare.at_most(
         "live memory",
         results["kept"],
-        columns * (TOKENS + OUT) + 64,
+        -(-IN // size) * (TOKENS + OUT) + 64,
         "{:,} bytes between forward and backward, and may be {:,}",
         "A number of x takes 8 bytes, and its code 1: keep the codes, and not x.",
     )
-    of_gradient = "All ranks have the whole gradient, and find its largest number by themselves."
-    own = "A rank finds the largest number of its own columns, and sends only that."
     sent = list(map(compare.nbytes_of, results["sent"]))
-    yield compare.at_most(
-        "bytes sent", sent, 16, "{}; two numbers have {}", of_gradient if max(sent) == 24 else own
-    )
-
-
-# A rank has columns of the weights of wo and w2, whose products are the student's.
-RUN = Run(flags="--tp 2 --float8 tensorwise --microbatch 6")
-
-
-def install(float8_linear: Callable) -> None:
-    """Multiply in 8 bits by the student's function where ranks have columns."""
-    project = float8.float8_product
-
-    def product(x: Tensor, weight: Tensor, recipe: str, groups: tuple = (None, None)) -> Tensor:
-        if groups[0] is None:
-            return project(x, weight, recipe, groups)
-        return float8_linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-
-    float8.float8_product = product
+    mistakes = {
+        "All ranks have the whole gradient, and find its largest number by themselves.": (
+            max(sent) == 24
+        ),
+        "A rank finds the largest number of its own columns, and sends only that.": True,
+    }
+    yield compare.at_most("bytes sent", sent, 16, "{}; two numbers have {}", mistakes)

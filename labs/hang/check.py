@@ -7,7 +7,6 @@ most runs some ranks have a fault. Which call is at fault comes from the same ru
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from random import Random
@@ -44,7 +43,6 @@ class Call(NamedTuple):
 
 # ------------------------------------------------------------------------- simulated runs
 
-WAIT = None  # what a rank yields to wait for all collectives that it has started
 STEPS = 6
 KINDS = {  # line of the report -> what it says, and the faults
     "died": ("ranks have died", ["died"]),
@@ -61,19 +59,15 @@ KINDS = {  # line of the report -> what it says, and the faults
 FAULTS = [fault for _, faults in KINDS.values() for fault in faults]
 
 
-def wait_for(*call) -> Iterator:
-    yield Call(*call)
-    yield WAIT
-
-
-def training(rank: int, world: tuple, per_node: int, fault: str, when: int) -> Iterator:
-    """Yield the collectives of a rank's run, which has a `fault` in step `when`, or "" for none.
+def training(rank: int, world: tuple, per_node: int, fault: str, when: int) -> Iterator[list]:
+    """Yield the collectives of a rank's run, in lists of those that it starts before it waits for
+    all of them. The run has a `fault` in step `when`, or "" for none.
 
     Weights are sharded within nodes of `per_node` ranks, and gradients are summed across nodes."""
     node = world[rank // per_node * per_node :][:per_node]
     across = world[rank % per_node :: per_node] if node != world else world
 
-    yield from wait_for("broadcast", (16, 8), world, "initial weights")
+    yield [Call("broadcast", (16, 8), world, "initial weights")]
     for step in range(STEPS + {"a batch less": -1, "a batch more": 1}.get(fault, 0)):
         now = fault if step == when else ""
         if now == "died":
@@ -81,63 +75,54 @@ def training(rank: int, world: tuple, per_node: int, fault: str, when: int) -> I
         if now == "NaN":
             break
         rows = 3 if now == "smaller batch" else 4
-        yield from wait_for("all_gather", (rows, 8), node, "forward")
-        gradients = [("w2", (8, 16)), ("w1", (16, 8)), ("norm", (8,))]
-        for name, shape in gradients[::-1] if now == "order" else gradients:
-            yield Call("all_reduce", shape, across, f"hook of {name}")  # asynchronous
-        yield from wait_for("all_reduce", (1,), world, "norm of all gradients")
+        yield [Call("all_gather", (rows, 8), node, "forward")]
+        shapes = {"w2": (8, 16), "w1": (16, 8), "norm": (8,)}
+        hooks = [Call("all_reduce", shape, across, f"hook of {name}")
+                 for name, shape in shapes.items()]  # fmt: skip
+        hooks = hooks[::-1] if now == "order" else hooks
+        yield [*hooks, Call("all_reduce", (1,), world, "norm of all gradients")]
         if across[0] == 0:
-            yield from wait_for("gather", (1,), across, "times of the nodes")
+            yield [Call("gather", (1,), across, "times of the nodes")]
         if step % 2 or now == "evaluates":
-            yield from wait_for("all_reduce", (2,), node, "evaluation")
+            yield [Call("all_reduce", (2,), node, "evaluation")]
         if now == "saves":
-            yield from wait_for("gather", (16, 8), node, "checkpoint")
+            yield [Call("gather", (16, 8), node, "checkpoint")]
     for _ in range(2 if fault == "evaluates last" else 1):
-        yield from wait_for("all_reduce", (2,), node, "last evaluation")
+        yield [Call("all_reduce", (2,), node, "last evaluation")]
 
 
-def simulate(programs: list[Iterator]) -> tuple[list[list[Call]], list[int | None]]:
+def simulate(programs: list[Iterator[list]]) -> tuple[list[list[Call]], list[int | None]]:
     """Let each rank go on as long as it can. Return the logs, and for each rank the number of its
     first call that never ends, None if all do."""
-    ranks = range(len(programs))
-    logs, places = [[] for _ in ranks], [[] for _ in ranks]
-    met = defaultdict(dict)  # place, which is a group and a position in it: rank -> name and shape
+    logs = [[] for _ in programs]
+    places = [[] for _ in programs]  # of each call: its group, and how many came before it there
+    met = defaultdict(list)  # place -> name and shape of the calls that have met there
     done = Counter()  # group -> how many of its collectives have ended
-
-    def call(rank: int, call: Call) -> None:
-        group = call.group
-        place = group, sum(other.group == group for other in logs[rank])
-        logs[rank].append(call)
-        places[rank].append(place)
-        met[place][rank] = call.name, call.shape
-        while len(met[group, done[group]]) == len(group) and alike(met[group, done[group]]):
-            done[group] += 1
-
-    def alike(calls: dict[int, tuple]) -> bool:
-        return len(set(calls.values())) == 1
 
     def waits(rank: int) -> int | None:
         return next((n for n, (group, i) in enumerate(places[rank], 1) if i >= done[group]), None)
 
-    def go_on(rank: int) -> bool:
-        """Let a rank run until it waits or ends. Return whether it did anything."""
-        went = False
-        if not waits(rank):
-            for item in programs[rank]:
-                went = True
-                if item is not WAIT:
-                    call(rank, item)
-                elif waits(rank):
-                    break
-        return went
+    def start(rank: int, call: Call) -> None:
+        group = call.group
+        place = group, sum(other.group == group for other in logs[rank])
+        logs[rank].append(call)
+        places[rank].append(place)
+        met[place].append((call.name, call.shape))
+        while len(now := met[group, done[group]]) == len(group) and len(set(now)) == 1:
+            done[group] += 1
 
-    while any([go_on(rank) for rank in ranks]):
-        pass
-    return logs, [waits(rank) for rank in ranks]
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for rank, program in enumerate(programs):
+            if not waits(rank):
+                for call in next(program, []):
+                    start(rank, call)
+                    goes_on = True
+    return logs, list(map(waits, range(len(programs))))
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """A simulated run, and what is right to say of it."""
 
     kind: str
@@ -169,25 +154,25 @@ def make_run(kind: str, fault: str, size: int, guilty: set[int], when: int, per_
 @cache
 def drawn_runs(seed: int) -> list[Run]:
     """Return runs of all kinds."""
-    return list(_drawn_runs(Random(seed)))
+    random = Random(seed)
+    runs = []
 
-
-def _drawn_runs(random: Random) -> Iterator[Run]:
-    def step() -> int:
-        return random.choice((0, 2, 4))  # after these, no rank should evaluate
+    def add(kind: str, fault: str, size: int, guilty: list[int], per_node: int = 0) -> None:
+        when = random.choice((0, 2, 4))  # after these steps no rank should evaluate
+        runs.append(make_run(kind, fault, size, set(guilty), when, per_node))
 
     for kind, (_, faults) in KINDS.items():
         for fault in faults:
-            yield make_run(kind, fault, 4, {random.choice((1, 2, 3))}, step())
-            yield make_run(kind, fault, 3, {0}, step())
-            yield make_run(kind, fault, 5, set(random.sample(range(5), 2)), step())
+            add(kind, fault, 4, [random.choice((1, 2, 3))])
+            add(kind, fault, 3, [0])
+            add(kind, fault, 5, random.sample(range(5), 2))
     for fault in FAULTS:
-        yield make_run("groups", fault, 9, {random.randrange(9)}, step(), per_node=3)
+        add("groups", fault, 9, [random.randrange(9)], per_node=3)
     for size in (2, 4, 6):
-        half = set(random.sample(range(size), size // 2))
-        yield make_run("ties", random.choice(FAULTS), size, half, step())
-    yield make_run("ends", "", 4, set(), 0)
-    yield make_run("ends", "", 9, set(), 0, per_node=3)
+        add("ties", random.choice(FAULTS), size, random.sample(range(size), size // 2))
+    add("ends", "", 4, [])
+    add("ends", "", 9, [], per_node=3)
+    return runs
 
 
 # ------------------------------------------------------------------------------ the check
@@ -208,12 +193,10 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[dict[int, i
 def mistake_in(run: Run, found: dict[int, int]) -> str:
     """Return the sentence for a wrong answer."""
     logs, waits, truth = run.logs, run.waits, run.truth
-    if not truth and len({call.group for log in logs for call in log}) == 1:
-        return "No rank waits here: all calls of all ranks end."
     if not truth:
         return (
-            "The i-th call of a rank in a group meets the i-th calls of the others in that group: "
-            "ranks outside of the group take no part in them."
+            "All calls of all ranks end here. The i-th call of a rank in a group meets the i-th "
+            "calls of the others in that group: ranks outside of the group take no part in them."
         )
     rank, number = next(iter(truth.items()))
     if not found:
@@ -244,16 +227,14 @@ def mistake_in(run: Run, found: dict[int, int]) -> str:
     if rank == 0 and innocent == list(range(1, len(logs))):
         return "Rank 0 is the one at fault, and not the measure for the others: the majority is."
     blamed = innocent[0]
-    if blamed not in range(len(logs)):
+    if blamed >= len(logs):
         return f"There is no rank {blamed}."
     if waits[blamed] and found[blamed] > len(logs[blamed]):
         return (
             f"Rank {blamed} has made no call {found[blamed]} yet. It waits in another group, in "
             f"call {waits[blamed]}, and that is no fault."
         )
-    if waits[blamed]:
-        return f"Rank {blamed} did what most did, and now it waits. Who waits is not at fault."
-    return f"Rank {blamed} has made all of its calls, as most have."
+    return f"Rank {blamed} did what most did. Who waits is not at fault."
 
 
 def wrong_run(answers: list[dict], seed: int) -> tuple[Run, dict] | None:

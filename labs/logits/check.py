@@ -11,10 +11,8 @@ from torch.utils._pytree import tree_leaves
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
 from labs.machinery.student import check_returned
-from labs.machinery.training import Run
-from model import IGNORE, Vocabulary
+from model import IGNORE
 from perf.instruments import Counted, Live
-from techniques import chunked_loss
 
 FUNCTION = "cross_entropy"
 ABOUT = "the loss of logits that nobody has whole"
@@ -68,7 +66,6 @@ def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
     both, targets = tensors(seed)
-    starts = [int(part[0]) for part in torch.arange(VOCABULARY).chunk(size)]
     losses, gradients, kept = [], [], []
     cross_entropy = load()
     for whole in both:
@@ -76,7 +73,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         with LargestTensor() as largest, Counted(None) as counted:
             with Live([logits, targets]) as live:
                 before = live.now
-                loss = cross_entropy(logits, targets, starts[rank])
+                loss = cross_entropy(logits, targets, facts(size)["starts"][rank])
                 check_returned(loss, Tensor, "the loss, a tensor")
                 kept.append((live.now - before) / logits.nbytes)
             scaled = loss * SCALE
@@ -106,116 +103,22 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield sentences, each with the loss that its mistake gives on every rank."""
-    counts, parts = targets != IGNORE, logits.chunk(size, 1)
-    starts = [int(part[0]) for part in torch.arange(VOCABULARY).chunk(size)]
-
-    def logit(part: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return a rank's logits of targets, 0 where it has none, if its part begins at `start`;
-        and where it has one."""
-        column = targets - start
-        here = counts & (0 <= column) & (column < part.shape[1])
-        return part.gather(1, torch.where(here, column, 0)[:, None])[:, 0] * here, here
-
-    def total(of_tokens: Tensor) -> Tensor:
-        return of_tokens[counts].sum()
-
-    of_target, is_here = zip(*map(logit, parts, starts))
-    target = sum(of_target)
-    lse, own = logits.logsumexp(1), [part.logsumexp(1) for part in parts]
-    largest = [part.amax(1) for part in parts]
-    own_part = (
-        "Each rank normalizes over its own part of the vocabulary: the sum of exponentials has to "
-        "be that over all of it."
-    )
-    yield own_part, [total(o - t) for o, t in zip(own, of_target)]
-    of_own = [(o - t)[here].sum() for o, t, here in zip(own, of_target, is_here)]
-    yield own_part, of_own
-    yield own_part, [sum(of_own)] * size
-    yield (
-        "The logit of the target is missing on ranks that do not have it: add it up as well.",
-        [total(lse - t) for t in of_target],
-    )
-    yield (
-        "Only targets of rank 0's part have their logit in the loss. The others' parts begin at "
-        "vocab_start.",
-        [total(lse - of_target[0])] * size,
-    )
-    widths = [[part.shape[1] for part in parts], [VOCABULARY // size] * size]
-    for wrong in ([rank * width for rank, width in enumerate(of)] for of in widths):
-        at_wrong = sum(t for t, _ in map(logit, parts, wrong))
-        yield (
-            f"The ranks look for targets from {wrong} on, and their parts begin at {starts}: that "
-            f"is vocab_start.",
-            [total(lse - at_wrong)] * size,
-        )
-    first = sum(torch.where(here, target, part[:, 0]) for here, part in zip(is_here, parts))
-    yield (
-        "A rank that does not have the target adds the logit of another entry: it has to add 0.",
-        [total(lse - first)] * size,
-    )
-    yield "Tokens whose target is IGNORE are in the loss.", [(lse - target).sum()] * size
-    yield "This is the mean: the sum is wanted.", [total(lse - target) / counts.sum()] * size
-    exponentials = sum((o - m).exp() for o, m in zip(own, largest))
-    shifted = sum((target - m) * here for here, m in zip(is_here, largest))
-    yield (
-        "Ranks have subtracted different numbers from their logits: their exponentials can be "
-        "added up if all subtract the same one.",
-        [total(exponentials.log() - shifted)] * size,
-    )
-
-
-def known_gradients(logits: Tensor, targets: Tensor, size: int) -> dict[str, Tensor]:
-    """Return the gradient of all logits, "", and those of mistakes, by sentence."""
-    counts, entries = (targets != IGNORE)[:, None], torch.arange(VOCABULARY)
-    rank_of = torch.cat([torch.full_like(p, rank) for rank, p in enumerate(entries.chunk(size))])
-    is_first = torch.cat([p == p[0] for p in entries.chunk(size)])  # of its rank's entries
-    has_target = counts & (rank_of[targets.clamp(0)][:, None] == rank_of)
-    onehot = (targets[:, None] == entries).double()
-    softmax = SCALE * logits.softmax(1)
-    whole = (softmax - SCALE * onehot) * counts
-    own = torch.cat([part.softmax(1) for part in logits.chunk(size, 1)], 1)
-    return {
-        "": whole,
-        "This is the softmax alone: where the target is, 1 has to be subtracted.": softmax * counts,
-        "Tokens whose target is IGNORE have a gradient.": softmax - SCALE * onehot,
-        "Every rank subtracts 1 from one of its entries: only the rank that has the target does.": (
-            whole - SCALE * (counts & ~has_target & is_first).double()
-        ),
-        "A rank has a gradient only for targets in its own part: but its logits lower the "
-        "probability of every target.": whole * has_target,
-        "Each rank normalizes over its own part of the vocabulary.": (
-            SCALE * (own - onehot) * counts
-        ),
-        "Backward is given the gradient of the loss, which is not 1: multiply by it.": (
-            whole / SCALE
-        ),
-        "The gradient is counted once for each rank, and all have the same loss: once is enough.": (
-            whole * size
-        ),
-    }
+def facts(size: int) -> dict:
+    """Return where the ranks' parts of the vocabulary begin, and where rank * v is."""
+    parts = torch.arange(VOCABULARY).chunk(size)
+    own_widths = [rank * len(part) for rank, part in enumerate(parts)]
+    return {"starts": [int(part[0]) for part in parts], "own_widths": own_widths}
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     both, targets = tensors(seed)
     for i, (whole, kind) in enumerate(zip(both, ("", "large "))):
-        found, gradients = ([of[i] for of in results[key]] for key in ("losses", "gradients"))
+        losses, gradients = ([of[i] for of in results[key]] for key in ("losses", "gradients"))
+        whole.requires_grad_()
         right = F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
-        if not torch.stack(found).isfinite().all():
-            mistake = (
-                "exp of a large logit is infinite, and of a very negative one 0: subtract the "
-                "largest logit of the token first, that over all ranks."
-            )
-            text = f"{found[0]:.10g} on rank 0, and {right:.10g} in one process"
-            yield Property(f"{kind}loss", text, False, mistake)
-            return
-        known = (pair for shift in (0, whole.amax(1, keepdim=True))
-                 for pair in known_losses(whole - shift, targets, size))  # fmt: skip
-        yield compare.numbers(f"{kind}loss", found, right, known)
-        known = {text: list(g.chunk(size, 1))
-                 for text, g in known_gradients(whole, targets, size).items()}  # fmt: skip
-        yield compare.tensors(f"{kind}gradients", gradients, known.pop(""), known)
+        yield compare.numbers(f"{kind}loss", losses, right.item())
+        (SCALE * right).backward()
+        yield compare.tensors(f"{kind}gradients", gradients, list(whole.grad.chunk(size, 1)))
     width = -(-VOCABULARY // size)
     shape = max(results["largest"], key=torch.Size.numel)
     yield Property(
@@ -234,10 +137,10 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
             sent >= TOKENS * width * 8
         ),
         "Each rank needs of a token the largest logit, the sum of exponentials, and the target's "
-        "logit, each once.": sent > 0,
+        "logit, each once.": True,
     }
-    text = f"{sent:,}; {NUMBERS} numbers a token are {limit:,}"
-    yield Property("bytes", text, 0 < sent <= limit, mistakes)
+    text = f"{{:,}}; {NUMBERS} numbers a token are {{:,}}"
+    yield compare.at_most("bytes", [sent], limit, text, mistakes)
     yield compare.at_most(
         "collectives",
         [sum(calls for calls, _ in of_rank.values()) for of_rank in results["sent"]],
@@ -253,16 +156,3 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "
         "for nothing.",
     )
-
-
-RUN = Run(flags="--tp 2 --microbatch 6")
-
-
-def install(cross_entropy: Callable) -> None:
-    """Let tensor parallelism compute all logits of a rank at once, and give them to the student."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        logits = hidden.flatten(0, 1) @ weight.T
-        return cross_entropy(logits, targets.flatten(), vocabulary.vocab_start)
-
-    chunked_loss.chunked_loss = loss

@@ -16,7 +16,7 @@ from labs.machinery import compare, student
 from labs.machinery.answers import LABS
 from labs.machinery.compare import Property
 from labs.machinery.lab import plural
-from labs.machinery.ranks import Call, Ended, run_ranks
+from labs.machinery.ranks import Call, Ended, busy, run_ranks
 
 KNOWN_SEED = 0  # with which wrong answers have been run (known.py)
 BARRIER = (
@@ -123,6 +123,11 @@ def known_sentence(lab: str, size: int, seed: int, path: Path, wrong: Property) 
             return ""
         wrong = properties_of(lab, size, KNOWN_SEED, ended)[-1]
     sentence = compare.known_sentence(LABS / lab / "known.json", size, wrong)
+    return with_facts(lab, size, sentence)
+
+
+def with_facts(lab: str, size: int, sentence: str) -> str:
+    """Return a sentence of wrong.txt with what is in {braces} filled in."""
     facts = getattr(check_module(lab), "facts", lambda size: {})
     return sentence.format(**facts(size))
 
@@ -261,9 +266,9 @@ def where_they_parted(ended: Ended) -> str:
     """Return why ranks wait for ever, as far as their calls show it (labs/hang finds who)."""
     if elsewhere := [rank for rank in range(len(ended.calls)) if is_elsewhere(ended, rank)]:
         rank = elsewhere[0]
-        return f"Rank {rank} does not come out of line {ended.lines[rank]}."
+        return f"Rank {rank} does not come out of line {ended.lines[rank]}.{busy()}"
     if not any(ended.calls):
-        return "No rank has called torch.distributed: does a loop not end?"
+        return f"No rank has called torch.distributed: does a loop not end?{busy()}"
     waiting = {calls[-1].name for calls, returned in zip(ended.calls, ended.returned)
                if calls and not returned}  # fmt: skip
     if waiting == {"send"}:
@@ -281,6 +286,6 @@ def where_they_parted(ended: Ended) -> str:
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     if len(behind) == len(ended.calls):
         made = plural(shortest, "call")
-        return f"All ranks made the same {made}: do their groups have the same ranks?"
+        return f"All ranks made the same {made}: do their groups have the same ranks?{busy()}"
     ranks = ", ".join(map(str, behind))
     return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."

@@ -1,157 +1,159 @@
-"""Check one file of a submission in a process of its own, within limits: for grading.py.
+"""Check a submission in a process of its own, and its ranks within limits: for grading.py.
 
-The student's code may read and write in its own directory, and read what Python itself reads. It
-may not connect to anything, start programs, or read the solutions and other students' files. These
-limits are made with audit hooks of Python: they stop accidents and simple attempts. Against someone
-who wants to break out, grade in a container without a network.
+A student's code runs in ranks alone, which are forks of the process that checks. A rank is guarded
+before anything else: it may write in the submission's directory, and read what Python and the
+project need, but no solution and no other student's file. It may not start programs or connect to
+anything, and has limits of memory and of seconds. The process that checks may read the solution,
+and it alone has the pipe for the result.
+
+Linux refuses files itself (Landlock, since 5.13). Elsewhere, and for all else, Python's audit hooks
+stop accidents and simple attempts. Against more, grade in a container without a network.
 """
 
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
+import resource
+import shutil
 import signal
+import struct
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
-from types import FrameType
+
+import torch
 
 from labs.machinery.checking import check, check_module
 
 LABS = Path(__file__).resolve().parent.parent
-LONGEST = 60.0  # seconds for a submission
-AT_ONCE = max(1, (os.cpu_count() or 1) // 2)  # submissions: a check runs on two ranks and more
+FORK = multiprocessing.get_context("fork")
+LIMITS = {resource.RLIMIT_DATA: 2 << 30, resource.RLIMIT_FSIZE: 1 << 28}  # bytes, of a rank
+REFUSED = """
+subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.killpg
+ctypes.dlopen ctypes.dlsym resource.prlimit sqlite3.connect
+""".split()
+CHANGES = "remove rename rmdir mkdir link symlink chmod chown truncate utime setxattr".split()
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-STARTS = "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.kill"
-STARTS = {*STARTS.split(), "os.killpg", "ctypes.dlopen", "ctypes.dlsym"}
-CHANGES = {f"os.{name}" for name in "remove rename rmdir mkdir link symlink chmod chown".split()}
-CHANGES.add("shutil.rmtree")  # which then names its files by open directories
-READABLE = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), LABS.parent]
-READABLE += [Path("/dev"), Path("/proc/self")]
+READABLE = [
+    *(Path(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix, "/usr", "/")),
+    *"/usr/lib64 /lib64 /etc/ld.so.cache /sys /dev/null /dev/urandom".split(),
+    *(Path(torch.__file__).parent.parent, *LABS.parent.glob("*.py"), LABS / "machinery"),
+    *(*(path.parent for path in LABS.parent.glob("*/__init__.py")), *LABS.glob("*/check.py")),
+]
+READABLE = [path for path in (Path(place).resolve() for place in READABLE) if path.exists()]
 
 
-class NotAllowed(Exception):
+class NotAllowed(PermissionError):
     """A submission reached for what it may not have."""
 
 
-def guard(student: Path) -> None:
-    """From here on, code in the file `student`, and what it calls, has only its own directory."""
-    home = student.parent.resolve()
+def guard(home: Path) -> None:
+    """From here on, let this process, a rank, have one directory; and no file that is open now."""
+    refused, changes = frozenset(REFUSED), frozenset(f"os.{name}" for name in CHANGES)
+    own = os.getpid()
 
     def hook(event: str, args: tuple) -> None:
-        if event in STARTS:
-            what = f"start programs ({event})"
-        elif event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
-            what = f"use the network ({event})"
-        elif event in CHANGES or event == "open":
-            if event != "open" and isinstance(args[-1], int) and args[-1] > 2:
-                return  # within a directory that is open
-            writes = event in CHANGES or bool((args[2] or 0) & WRITING)
-            paths = [Path(os.fsdecode(a)) for a in args[:2] if isinstance(a, str | bytes | Path)]
-            paths = paths[:1] if event == "open" else paths  # the second is the mode
-            outside = [path for path in paths if not may_use(path.resolve(), home, writes)]
-            if not outside:
-                return
-            what = f"{'change' if writes else 'read'} {outside[0]}"
-        else:
-            return
-        if is_called_by(student, sys._getframe(1)):
-            raise NotAllowed(f"a submission may not {what}")
+        if event in refused or (event == "os.kill" and args[0] != own):
+            raise NotAllowed(f"a submission may not use {event}")
+        if event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
+            raise NotAllowed(f"a submission may not use the network ({event})")
+        if event in changes or event == "open":
+            writes = event != "open" or (args[2] or 0) & WRITING
+            verb, places = ("change", [home]) if writes else ("read", [home, *READABLE])
+            paths = args[:1] if event == "open" else args[:2]  # the second of open is its mode
+            for name in (path for path in paths if isinstance(path, str | bytes | os.PathLike)):
+                path = Path(os.fsdecode(name))
+                if not any(map(path.resolve().is_relative_to, places)):
+                    raise NotAllowed(f"a submission may not {verb} {path}")
 
-    sys.addaudithook(hook)
-
-
-def may_use(path: Path, home: Path, writes: bool) -> bool:
-    if path.is_relative_to(home):
-        return True
-    solutions = path.is_relative_to(LABS) and path.name in ("answer.py", "wrong.txt")
-    return not writes and not solutions and any(map(path.is_relative_to, READABLE))
-
-
-def is_called_by(student: Path, frame: FrameType | None) -> bool:
-    """Return whether the innermost of these frames that is the student's or a check's is the
-    student's. A thread without either was started by a student."""
-    while frame:
-        name = frame.f_code.co_filename
-        if name == str(student):
-            return True
-        if name.startswith(str(LABS)) and name != __file__:
-            return False
-        frame = frame.f_back
-    return threading.current_thread() is not threading.main_thread()  # one that the student started
-
-
-def run_guarded(jobs: list[tuple], longest: float = LONGEST) -> Iterator[tuple[int, dict]]:
-    """Check files, jobs of (lab, file, seed), several at a time. Yields (index of a job, whether it
-    passed, its points, the mistake and the report) as they end: each in a fork, which has made all
-    imports already. A fork ends after `longest` seconds, with its ranks."""
-    waiting, running = list(enumerate(jobs)), {}
-    with tempfile.TemporaryDirectory() as folder:  # elsewhere than the students' files
-        try:
-            while waiting or running:
-                while waiting and len(running) < AT_ONCE:
-                    index, job = waiting.pop(0)
-                    result = Path(folder, str(index))
-                    running[start(*job, result)] = index, result, time.monotonic() + longest
-                for process, (index, result, deadline) in list(running.items()):
-                    if not os.waitpid(process, os.WNOHANG)[0]:
-                        if time.monotonic() < deadline:
-                            continue
-                        kill(process)
-                    del running[process]
-                    yield index, read_result(result, longest)
-                time.sleep(0.02)
-        finally:  # Ctrl-C leaves no process behind
-            for process in running:
-                kill(process)
-
-
-def start(lab: str, file: Path, seed: int, result: Path) -> int:
-    """Start a check in a fork, which writes its result when all is over: until then no file is open
-    that the student's code could write to."""
-    if process := os.fork():
-        return process
-    os.setsid()  # so that it can be ended together with its ranks
-    found = in_fork(lab, file, seed)
-    result.write_text(json.dumps(found))
-    os._exit(0)
-
-
-def kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, or has no group yet
-        os.killpg(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-
-
-def read_result(path: Path, longest: float) -> dict:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # it was not written, or not whole
-        text = f"it took more than {longest:g} seconds, or ended itself"
-        return dict(passed=False, points=0, mistake=text, text=text)
+        os.closerange(3, 1 << 12)
+        for kind, most in LIMITS.items():
+            with contextlib.suppress(ValueError):  # it is lower already
+                resource.setrlimit(kind, (most, most))
+        if sys.platform == "linux":
+            restrict_files(home)
+        sys.addaudithook(hook)
+    except BaseException:  # no rank without a guard
+        traceback.print_exc()
+        os._exit(1)
 
 
-def in_fork(lab: str, file: Path, seed: int) -> dict:
-    """Check the file on all its numbers of ranks, guarded."""
+def restrict_files(home: Path) -> None:
+    """Let Linux refuse this process all other files, also where code opens them that is not
+    Python's, and all programs."""
+    linux = ctypes.CDLL(None)
+    create, add, restrict, no_new_privileges = 444, 445, 446, 38
+    version = linux.syscall(create, None, 0, 1)
+    if version < 1:  # it is switched off
+        return
+    execute, read_file, read_directory, every = 1, 4, 8, (1 << min(12 + version, 15)) - 1
+    ruleset = linux.syscall(create, struct.pack("Q", every), 8, 0)
+    rights = {path: read_file | read_directory * path.is_dir() for path in READABLE}
+    for path, of_path in (rights | {home: every - execute}).items():
+        place = os.open(path, os.O_PATH)
+        linux.syscall(add, ruleset, 1, struct.pack("=Qi", of_path, place), 0)
+        os.close(place)
+    linux.prctl(no_new_privileges, 1, 0, 0, 0)
+    linux.syscall(restrict, ruleset, 0)
+    os.close(ruleset)
+
+
+def check_guarded(lab: str, file: Path, seed: int, seconds: float) -> dict:
+    """Return what the check of a file finds, in a directory where nothing else is: in a fork, which
+    has made all imports already. When its seconds are over, it is ended with its ranks, and nothing
+    that it wrote is read."""
+    pipe, result = FORK.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as home, contextlib.suppress(EOFError):
+        copy = Path(home).resolve() / f"{lab}.py"
+        shutil.copyfile(file, copy)
+        process = FORK.Process(target=check_apart, args=(lab, copy, seed, result))
+        process.start()
+        os.setpgid(process.pid, process.pid)  # so that its ranks can be ended with it
+        result.close()
+        found = failed(f"it took more than {seconds:.0f} seconds, or ended itself")
+        try:
+            if pipe.poll(seconds):
+                found = json.loads(pipe.recv_bytes())
+        finally:  # Ctrl-C leaves no process behind, nor does a submission
+            with contextlib.suppress(PermissionError):  # of macOS, if it has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+    for key in ("mistake", "text"):  # without what would act on a terminal
+        found[key] = "".join(c for c in found[key] if c.isprintable() or c == "\n")
+    return found
+
+
+def failed(text: str) -> dict:
+    return dict(passed=False, points=0, mistake=text.splitlines()[-1], text=text)
+
+
+def check_apart(lab: str, file: Path, seed: int, result: connection.Connection) -> None:
+    """Check the file on all its numbers of ranks, and send what is found. Each fork of this
+    process, a rank, is guarded."""
     os.chdir(file.parent)
     tempfile.tempdir = str(file.parent)
-    output = os.open("output", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
+    output = os.open("output", os.O_RDWR | os.O_CREAT)
+    for stream in (0, 1, 2):
         os.dup2(output, stream)
     sys.dont_write_bytecode = True  # imports of the student's are not to write
+    os.register_at_fork(after_in_child=lambda: guard(file.parent))
+    reports, started = [], time.monotonic()
     try:
-        guard(file)
-        reports = []
         for size in check_module(lab).SIZES:
             reports.append(check(lab, size, seed, file))
             if not reports[-1].properties:  # it ended with an error, or hangs
                 break
+        shown = next((report for report in reports if not report.passed), reports[-1])
+        points = sum(line.ok for report in reports for line in report.properties)
+        text = shown.text.replace(str(file), file.name)
+        found = dict(passed=shown.passed, points=points, mistake=shown.mistake, text=text)
     except Exception:
-        text = traceback.format_exc()
-        return dict(passed=False, points=0, mistake=text.splitlines()[-1], text=text)
-    shown = next((report for report in reports if not report.passed), reports[-1])
-    points = sum(line.ok for report in reports for line in report.properties)
-    return dict(passed=shown.passed, points=points, mistake=shown.mistake, text=shown.text)
+        found = failed(traceback.format_exc())
+    found["seconds"] = time.monotonic() - started
+    result.send_bytes(json.dumps(found).encode())

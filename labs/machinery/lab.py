@@ -1,7 +1,8 @@
 """What the checks of all labs share.
 
 A lab is a folder with a page, README.md, its picture, and answer.py: the solution between marks,
-from which the starter is made. wrong.txt has patches of it (answers.py). Its check.py has:
+from which the starter is made. wrong.txt has patches of it (answers.py), and known.json what they
+give (known.py). Its check.py has:
 
     FUNCTION    name of the student's function
     SIZES       numbers of ranks to check it on
@@ -17,27 +18,18 @@ from which the starter is made. wrong.txt has patches of it (answers.py). Its ch
                 return dicts, `results` has for each name a list of what the ranks have
     picture     (may be left out) the same -> a text that is shown below these lines
     drawing     (may be left out) the same -> an SVG for --plot, or ""
-    RUN, install    (may be left out) how train.py runs with the function: see training.py
+    facts       (may be left out) (size) -> what sentences of wrong.txt say in {braces}
 
 run.py lists the labs in ORDER.
 """
 
-import contextlib
-from collections.abc import Iterator
-from functools import partial
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import ParallelConfig
 from model import IGNORE, Llama, LlamaConfig
-from parallel import World, parallelize, with_mesh
-from perf.instruments import all_reduce_at_once, build_on_meta
+from parallel import World, with_mesh
 from plumbing.processes import Process
-from plumbing.shards import assign_shard
 from text.batch import Batch
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
@@ -48,23 +40,6 @@ def world_of(rank: int, size: int) -> World:
     """Return the ranks as replicas, on this machine."""
     process = Process(rank, size, rank, size, torch.device("cpu"))
     return with_mesh(process, ParallelConfig(dtype=torch.float64, replicate=size))
-
-
-@contextlib.contextmanager
-def first_rank(config: LlamaConfig, parallel: ParallelConfig) -> Iterator[tuple]:
-    """Within this context, have a model in real tensors on rank 0 of a fake process group: nothing
-    is sent, and what it receives is garbage. Yields (model, runner, world)."""
-    size = parallel.size
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        world = with_mesh(Process(0, size, 0, size, torch.device("cpu")), parallel)
-        model = build_on_meta(config)
-        runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
-        if isinstance(runner, DistributedDataParallel):
-            runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
-        yield model, runner, world
-    finally:
-        dist.destroy_process_group()
 
 
 def small_model(seed: int) -> Llama:

@@ -2,18 +2,20 @@
 
 Ranks are forks of this process, which has made all imports: they start in milliseconds. They meet
 in a file, so no port is taken, and talk over the loopback interface. Each rank writes down every
-call of torch.distributed before it makes it. If nothing happens for a while, the ranks are ended,
-and these notes tell where each of them waits.
+call of torch.distributed before it makes it. If all ranks do nothing but wait, they are ended, and
+these notes tell where.
 """
 
 import contextlib
+import faulthandler
 import gc
-import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
-from types import FrameType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,9 +34,10 @@ from torch.futures import Future
 from model import LlamaConfig
 from plumbing.processes import UserError, register_gloo
 
-PATIENCE = 5.0  # seconds, after which ranks that do nothing are ended
+LOOK = 0.05  # seconds between two looks at the ranks
+PATIENCE = 100  # looks, after which ranks that only wait are ended
+LONGEST = 30  # seconds that a rank may compute
 ROOM = 1 << 24  # bytes that results and notes of a check may take
-LONGEST = 30.0  # seconds that one may compute without a call of torch.distributed
 CALLS = """
 all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
@@ -102,31 +105,29 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         directory = Path(name)
         if shutil.disk_usage(directory).free < ROOM:
             raise UserError(f"{directory.parent} is full: make room, or set TMPDIR to another one")
-        processes = set()
         named = [kind for kind in tuple.__subclasses__() if hasattr(kind, "_fields")]
+        processes = set()
         for rank in range(size):
             if (process := os.fork()) == 0:
                 _be_rank(lambda rank: plain(function(rank), named), rank, size, directory, student)
             processes.add(process)
         hung = _wait(processes, directory)
-        calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
         _show_output(directory)
+        calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
+        paths = [directory / f"result-{rank}" for rank in range(size)]
+        returned = [path.exists() for path in paths]
         if hung:  # ranks that are killed make others fail
-            returned = [(directory / f"result-{rank}").exists() for rank in range(size)]
-            lines = [_read_line(directory / f"line-{rank}") for rank in range(size)]
+            lines = [_read_line(directory / f"line-{rank}", student) for rank in range(size)]
             return Ended(hangs=True, returned=returned, calls=calls, lines=lines)
         if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
-        paths = [directory / f"result-{rank}" for rank in range(size)]
-        for rank, path in enumerate(paths):
-            if not path.exists():
-                return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
+        if not all(returned):
+            error = RankError(returned.index(False), "Ended", "without a result", None)
+            return Ended(error=error, calls=calls)
         with torch.serialization.safe_globals([*named, LlamaConfig, PosixPath]):
-            results = [torch.load(path, weights_only=True) for path in paths]
-        unfinished = [_read_calls(directory / f"unfinished-{rank}") for rank in range(size)]
-        return Ended(
-            results, calls=calls, unfinished=[c for of_rank in unfinished for c in of_rank]
-        )
+            results, unfinished = zip(*(torch.load(path, weights_only=True) for path in paths))
+        unfinished = [Call(*call) for of_rank in unfinished for call in of_rank]
+        return Ended([*results], calls=calls, unfinished=unfinished)
 
 
 def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
@@ -134,10 +135,12 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
 
     Who leaves breaks its connections to ranks that still wait for it, which then fail as well. So a
     rank stays until all have their results, or until it is killed."""
-    output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 2)
-    notes = os.getppid(), directory, rank, student
-    threading.Thread(target=_watch, args=notes, daemon=True).start()
+    os.dup2(os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, open(directory / f"line-{rank}", "w"), all_threads=False)
+    signal.signal(signal.SIGXCPU, _end_loop)
+    with contextlib.suppress(ValueError):  # a limit of the user's is lower
+        resource.setrlimit(resource.RLIMIT_CPU, (LONGEST, LONGEST + 5))
     sys.breakpointhook = _no_breakpoint
     gc.freeze()  # what is here already is not looked at when tensors are counted
     try:
@@ -150,8 +153,7 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
         with open(directory / f"calls-{rank}", "w", buffering=1) as notes:
             with noted_calls(notes, student) as unfinished:
                 result = function(rank)
-        (directory / f"unfinished-{rank}").write_text("".join(unfinished.values()))
-        torch.save(result, directory / f"result-{rank}")
+        torch.save((result, [*unfinished.values()]), directory / f"result-{rank}")
         while len(list(directory.glob("result-*"))) < size:
             time.sleep(0.05)
     except BaseException as error:
@@ -169,10 +171,8 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
 def _show_output(directory: Path) -> None:
     """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts, or
     before it raises the same as an error."""
-    lines = {}
-    for path in sorted(directory.glob("output-*")):
-        lines |= dict.fromkeys(path.read_text(errors="replace").splitlines())
-    for line in lines:
+    texts = (path.read_text(errors="replace") for path in sorted(directory.glob("output-*")))
+    for line in dict.fromkeys(line for text in texts for line in text.splitlines()):
         if not re.match(r"terminate called|  what\(\):|\[rank\d+\]:\[F.*Gloo|$", line):
             print(line, file=sys.stderr, flush=True)
 
@@ -184,9 +184,7 @@ def plain(value: object, named: list[type]) -> object:
         return value.detach().as_subclass(torch.Tensor)
     if isinstance(value, dict):
         return {plain(key, named): plain(of_key, named) for key, of_key in value.items()}
-    if isinstance(value, torch.Size):
-        return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         items = [plain(item, named) for item in value]
         if type(value) in named:
             return type(value)(*items)
@@ -194,7 +192,7 @@ def plain(value: object, named: list[type]) -> object:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    if value is None or isinstance(value, torch.dtype | LlamaConfig | Path):
+    if value is None or isinstance(value, torch.Size | torch.dtype | LlamaConfig | Path):
         return value
     raise TypeError(f"a result should have tensors and numbers in it, not a {type(value).__name__}")
 
@@ -203,78 +201,84 @@ def _no_breakpoint(*_) -> None:
     raise RuntimeError("breakpoint() cannot ask several ranks at once: use print")
 
 
-def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
-    """Note now and then how long this rank has computed, and in which line of the student's file
-    its main thread is. End it when the process that started it has ended, even if it waits."""
-    main = threading.main_thread().ident
+def _end_loop(*_) -> None:
+    raise TimeoutError(f"{LONGEST} seconds of computing: does a loop not end?")
+
+
+def _end_after(parent: int) -> None:
+    """End this rank when the process that started it has ended, even if it waits."""
     while os.getppid() == parent:
-        line = _line_of(main, str(student))
-        seconds = time.process_time() - time.thread_time()  # but for what this thread takes
-        with contextlib.suppress(OSError):  # the directory is gone when all is over
-            (directory / f"seconds-{rank}").write_text(f"{seconds:9.3f}")
-            (directory / f"line-{rank}").write_text(line)
-        time.sleep(0.1)
+        time.sleep(1)
     os._exit(1)
 
 
-def _line_of(thread: int, file: str) -> str:
-    """Return the line of a file in which a thread is, or ''. Keeps no frame, whose tensors would
-    live on. (A frame that ends meanwhile may have something else before it than a frame.)"""
-    frame = sys._current_frames().get(thread)
-    while isinstance(frame, FrameType) and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return str(frame.f_lineno) if isinstance(frame, FrameType) else ""
-
-
-def _read_line(path: Path) -> int | None:
-    return int(text) if path.exists() and (text := path.read_text()) else None
+def _read_line(path: Path, student: Path) -> int | None:
+    """Return the line of the student's file in which faulthandler found a rank."""
+    name = str(student).encode("ascii", "backslashreplace").decode()
+    text = path.read_text() if path.exists() else ""
+    found = re.search(rf'File "{re.escape(name)}", line (\d+)', text)
+    return int(found[1]) if found else None
 
 
 def _wait(processes: set[int], directory: Path) -> bool:
     """Wait until all ranks have ended, or one has failed, or they hang. Return whether they hung.
     No rank is left then.
 
-    Ranks hang if for PATIENCE seconds they have called nothing, and computed for a twentieth of the
-    time at most: those that wait compute a little, too. A loop that computes without end gets
-    LONGEST, of computing, where many others use the machine; at most four times as long."""
-    running, notes, seconds = processes, None, {}
-    while running:
-        running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
+    Ranks hang if they have called nothing at PATIENCE looks, and were not computing at these. Looks
+    are counted and not seconds: where others use the machine, this process waits for it, too."""
+    running, notes, still = processes, None, 0
+    while running := {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}:
         has_failed = any(directory.glob("error-*"))
         paths = [*directory.glob("calls-*"), *directory.glob("error-*")]
         before, notes = notes, {path.name: path.stat().st_size for path in paths}
-        for path in directory.glob("seconds-*"):
-            seconds[path.name] = float(path.read_text() or seconds.get(path.name, 0))
-        now, total = time.monotonic(), sum(seconds.values())
         if notes != before:
-            called = computed = now
-            at_call, computed_before = seconds.copy(), total
-        elif total > computed_before + 0.05 * (now - computed):
-            computed, computed_before = now, total
-        longest = max((s - at_call.get(name, 0) for name, s in seconds.items()), default=0)
-        hangs = now - computed > PATIENCE or max(longest, (now - called) / 4) > LONGEST
-        if has_failed:  # others have a moment to tell of the same error
-            hangs = now - called > 0.2
-        if running and hangs:
-            for process in running:
-                os.kill(process, signal.SIGKILL)
+            still = 0
+        elif has_failed or not computes(running):
+            still += 1
+        else:  # who only asks again and again whether others have come computes now and then
+            still = max(0, still - 1)
+        if still > (4 if has_failed else PATIENCE):  # others may tell of the same error
+            for kind, seconds in ((signal.SIGUSR1, 0.5), (signal.SIGKILL, 0)):
+                for process in running:
+                    os.kill(process, kind)
+                time.sleep(0 if has_failed else seconds)  # in which ranks write down their lines
             for process in running:
                 os.waitpid(process, 0)
             return not has_failed
-        time.sleep(0.02)
+        time.sleep(LOOK)
     return False
 
 
+def computes(processes: set[int]) -> bool:
+    """Return whether any thread of these processes has a core or a disk, or waits for one. Those
+    that sleep wait for other ranks."""
+    if sys.platform != "linux":
+        command = ["ps", "-o", "state=", "-p", ",".join(map(str, processes))]
+        states = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+        return any(state in states for state in "RU")
+    for path in (p for process in processes for p in Path(f"/proc/{process}/task").glob("*/stat")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if path.read_text().rpartition(") ")[2][0] in "RD":
+                return True
+    return False
+
+
+def busy() -> str:
+    """Return the end of a sentence on a hang that may be none; "" if this machine is not busy."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    says = f" Or is the machine busy (load {load:.0f} on {cores} cores)? Then run it again."
+    return says if load > 2 * cores else ""
+
+
 @contextlib.contextmanager
-def noted_calls(notes, student: Path) -> Iterator[dict[int, str]]:
+def noted_calls(notes, student: Path) -> Iterator[dict[int, list]]:
     """Within this context, write a line for each call of torch.distributed before it is made.
 
-    Yields the lines of asynchronous calls that were not waited for yet. Of these it knows those
-    that the student's file makes itself: a library may test if what it gets is a dist.Work."""
-    originals = {name: getattr(dist, name) for name in CALLS}
-    unfinished, numbers = {}, itertools.count()
+    Yields the asynchronous calls that were not waited for yet. Of these it knows those that the
+    student's file makes itself: a library may test if what it gets is a dist.Work."""
+    unfinished = {}
 
-    def noting(name: str) -> Callable:
+    def noting(name: str, original: Callable) -> Callable:
         def call(*args, **kwargs):
             frame = caller = sys._getframe(1)
             while frame and frame.f_code.co_filename != str(student):
@@ -285,24 +289,18 @@ def noted_calls(notes, student: Path) -> Iterator[dict[int, str]]:
             if name == "new_group":
                 shape = sorted(kwargs.get("ranks", args[0] if args else None) or [])
             second = next((list(a.shape) for a in args[1:2] if isinstance(a, torch.Tensor)), None)
-            line = json.dumps([name, shape, frame and frame.f_lineno, second]) + "\n"
-            notes.write(line)
-            returned = originals[name](*args, **kwargs)
+            noted = [name, shape, frame and frame.f_lineno, second]
+            notes.write(json.dumps(noted) + "\n")
+            returned = original(*args, **kwargs)
             if not isinstance(returned, dist.Work) or frame is not caller:
                 return returned
-            number = next(numbers)
-            unfinished[number] = line
-            return NotedWork(returned, lambda: unfinished.pop(number, None))
+            unfinished[id(noted)] = noted
+            return NotedWork(returned, lambda: unfinished.pop(id(noted), None))
 
         return call
 
-    for name in CALLS:
-        setattr(dist, name, noting(name))
-    try:
+    with mock.patch.multiple(dist, **{name: noting(name, getattr(dist, name)) for name in CALLS}):
         yield unfinished
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def _read_calls(path: Path) -> list[Call]:

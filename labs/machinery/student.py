@@ -10,12 +10,15 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import inspect
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,64 +34,58 @@ ONCE = (
     "nothing outside of what you return, or of ctx."
 )
 TORCH = str(Path(torch.__file__).parent)
-SHARDING = (  # what PyTorch and the project have for it
-    "torch.distributed.fsdp.fully_shard",
-    "torch.distributed.fsdp.FullyShardedDataParallel",
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor.distribute_tensor",
-    "parallel.parallelize",
+SHARDING = """
+torch.distributed.fsdp.fully_shard torch.distributed.fsdp.FullyShardedDataParallel
+torch.distributed.tensor.DTensor torch.distributed.tensor.distribute_tensor parallel.parallelize
+""".split()  # what PyTorch and the project have for it
+HIDDEN = re.compile(
+    r"(?<![a-z])(distributed_c10d|torch\.ops|_getframe|currentframe|f_back|f_locals|get_objects|"
+    r"from_file|fork_exec|ctypes)(?![a-z])"
 )
-HIDDEN = "distributed_c10d", "torch.ops", "_getframe", "get_objects"
-MOVED = (
-    "{} takes numbers out of tensors, and memory is counted in tensors: keep what you need as one."
-)
+THREADS = "What threads send and keep is not counted here: write it without a thread."
+MOVED = "{} takes numbers out of tensors, in which memory is counted: keep them as a tensor."
+CHANGED = "{} changes `{}`{}. It belongs to the caller: work on a copy."
+GROUPS = "{} makes a group in every call, for which all ranks wait: make it once."
+OVERWRITES = "The second call of {} changes what the first returned: return a tensor of its own."
+KEEPS = "Each call of {} keeps {} more tensors or handles in memory, for ever: drop what is used."
 
 
 class Misuse(Exception):
     """The student's function did what it must not, in a sentence for the student."""
 
 
-class Barred(Exception):
-    """The student used what the lab is to replace."""
-
-
 class Refused:
-    """Stands for what is barred: calling it, or using what belongs to it, raises Barred. PyTorch's
+    """Stands for what is barred: calling it, or using what belongs to it, is an error. PyTorch's
     own code may go on using it."""
 
     def __init__(self, name: str, original: object):
         self.name, self.original = name, original
 
     def __call__(self, *args, **kwargs):
-        self._refuse(sys._getframe(1))
-        return self.original(*args, **kwargs)
+        return self._for(sys._getframe(1))(*args, **kwargs)
 
     def __getattr__(self, attribute: str):
-        self._refuse(sys._getframe(1))
-        return getattr(self.original, attribute)
+        return getattr(self._for(sys._getframe(1)), attribute)
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, self.original)
 
-    def _refuse(self, caller) -> None:
+    def _for(self, caller: FrameType) -> object:
         if not caller.f_code.co_filename.startswith(TORCH):
-            raise Barred(f"{self.name} is what you are to write")
+            raise RuntimeError(f"{self.name} is what you are to write")
+        return self.original
 
 
 @contextlib.contextmanager
 def barred(*places: str) -> Iterator[None]:
-    """Within this context, what stands at `places`, as "module.name", raises Barred when used."""
-    originals = []
-    for place in places:
-        path, _, name = place.rpartition(".")
-        module = importlib.import_module(path)
-        originals.append((module, name, getattr(module, name)))
-        setattr(module, name, Refused(name, originals[-1][2]))
-    try:
+    """Within this context, what stands at `places`, as "module.name", is Refused."""
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            path, _, name = place.rpartition(".")
+            module = importlib.import_module(path)
+            refused = Refused(name, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, refused))
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
 
 
 def on_rank(lab: ModuleType, path: Path, size: int, seed: int, rank: int) -> object:
@@ -101,7 +98,7 @@ def load_function(path: Path, name: str, overwrites: bool = False) -> Callable:
     """Return a function of the student's file, watched; it `overwrites` what it is given if its
     docstring says so."""
     refuse_what_is_not_counted(path)
-    return watched(read_function(path, name), overwrites)
+    return watched(read_function(path, name), path, overwrites)
 
 
 def read_function(path: Path, name: str) -> Callable:
@@ -116,9 +113,8 @@ def read_function(path: Path, name: str) -> Callable:
 
 def refuse_what_is_not_counted(path: Path) -> None:
     """Let threads, PyTorch's inner modules and numpy raise Misuse in the student's file."""
-    for word in HIDDEN:
-        if word in path.read_text():
-            raise Misuse(f"{word} goes past what is counted here: write it without.")
+    if word := HIDDEN.search(path.read_text()):
+        raise Misuse(f"{word[1]} goes past what is counted here: write it without.")
 
     def refused(original: Callable, text: str) -> Callable:
         def call(*args, **kwargs):
@@ -128,45 +124,84 @@ def refuse_what_is_not_counted(path: Path) -> None:
 
         return call
 
-    threads = "What threads send and keep is not counted here: write it without a thread."
-    threading.Thread.start = refused(threading.Thread.start, threads)
+    threading.Thread.start = refused(threading.Thread.start, THREADS)
     for method in ("numpy", "__array__"):
         setattr(Tensor, method, refused(getattr(Tensor, method), MOVED.format(method)))
 
 
-def watched(function: Callable, overwrites: bool = False) -> Callable:
+def watched(function: Callable, path: Path, overwrites: bool = False) -> Callable:
     """Return the student's function with checks of what a call leaves behind."""
-    is_new = True
+    name, is_new = getattr(function, "__name__", "your function"), True
 
     @functools.wraps(function, assigned=("__name__",))
     def call(*args, **kwargs):
         nonlocal is_new
         with _disable_current_modes():
-            given = contents(args)
             groups = len(dist.distributed_c10d._world.pg_map)
-            again = AGAIN and is_new and given and not any(map(is_module, tree_leaves(args)))
+            has_module = any(isinstance(value, nn.Module) for value in tree_leaves(args))
+            has_tensors = bool(contents(args))
+            again = AGAIN and is_new and has_tensors and not has_module
             if again:  # whoever keeps what comes first uses it below
                 is_new = False
                 call_with_others(function, args)
-        result = function(*args, **kwargs)
+        if AGAIN and has_tensors and not overwrites:
+            result = call_on_kept_tensors(function, path, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
         with _disable_current_modes():
-            if AGAIN and not overwrites and changed(args, given):
-                raise Misuse(
-                    f"After the call of {function.__name__} a tensor that it was given has other "
-                    f"numbers, or is gone. It belongs to the caller: work on a copy."
-                )
-            if makes_functions(result):
-                return tree_map(lambda r: watched(r) if callable(r) else r, result)
+            if any(callable(r) and not isinstance(r, Tensor) for r in tree_leaves(result)):
+                return tree_map(lambda r: watched(r, path) if callable(r) else r, result)
             if len(dist.distributed_c10d._world.pg_map) > groups:
-                raise Misuse(
-                    f"{function.__name__} makes a group in every call, for which all ranks wait: "
-                    f"make it once."
-                )
+                raise Misuse(GROUPS.format(name))
             if again:
-                call_again(function, args, result)
+                first = contents(result)
+                more = kept_by_call(lambda: call_with_others(function, args))
+                if changed(result, first):
+                    raise Misuse(OVERWRITES.format(name))
+                if more > 0:
+                    raise Misuse(KEEPS.format(name, more))
         return result
 
     return call
+
+
+def call_on_kept_tensors(function: Callable, path: Path, args: tuple, kwargs: dict) -> object:
+    """Return what the student's function returns. Raises Misuse if a tensor that it was given has
+    other numbers then, with the line of the student's file that changed it."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it takes other arguments; or is autograd.Function's apply
+        given = {f"argument {number}": value for number, value in enumerate(args, 1)}
+    with _disable_current_modes():
+        before = {name: contents(value) for name, value in given.items()}
+    changed_in, last_line = {}, 0
+
+    def note(frame: FrameType, event: str, _) -> Callable | None:
+        """Before each line of the student's file, look at what the last one has changed."""
+        nonlocal last_line
+        if frame.f_code.co_filename != str(path):
+            return None
+        with _disable_current_modes():
+            for name, value in given.items():
+                if name not in changed_in and changed(value, before[name]):
+                    changed_in[name] = f" in line {last_line}" * (last_line > 0)
+        last_line = frame.f_lineno
+        return note
+
+    others = sys.gettrace()
+    sys.settrace(note)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        sys.settrace(others)
+    with _disable_current_modes():
+        for name, value in given.items():
+            if changed(value, before[name]):
+                called = getattr(function, "__name__", "your function")
+                raise Misuse(CHANGED.format(called, name, changed_in.get(name, "")))
+    before.clear()  # `note` refers to itself, and would keep these tensors alive
+    given.clear()
+    return result
 
 
 def call_with_others(function: Callable, args: tuple) -> None:
@@ -175,37 +210,12 @@ def call_with_others(function: Callable, args: tuple) -> None:
         function(*tree_map(other_numbers, args))
 
 
-def call_again(function: Callable, args: tuple, result: object) -> None:
-    """Call the student's function twice more, with other numbers. Raises Misuse if that changes
-    what it returned first, or if each call leaves something in memory."""
-    first = contents(result)
-    more = kept_by_call(lambda: call_with_others(function, args))
-    if changed(result, first):
-        raise Misuse(
-            f"The second call of {function.__name__} changes what the first returned: return a "
-            f"tensor of its own each time."
-        )
-    if more > 0:
-        raise Misuse(
-            f"Each call of {function.__name__} keeps {more} more tensors or handles in memory, for "
-            f"ever: drop what is no longer needed."
-        )
-
-
 def kept_by_call(call: Callable[[], object]) -> int:
     """Return how many more tensors and handles there are after two calls than after one."""
     call()
     before = tensors_alive(at_most=0)
     call()
     return tensors_alive(at_most=before) - before
-
-
-def is_module(value: object) -> bool:
-    return isinstance(value, nn.Module)
-
-
-def makes_functions(result: object) -> bool:
-    return any(callable(r) and not isinstance(r, Tensor) for r in tree_leaves(result))
 
 
 def contents(values: object) -> list[Tensor]:
@@ -222,9 +232,8 @@ def other_numbers(value: object) -> object:
     """Return a tensor like this one, with its numbers in the opposite order; integers stay."""
     if not isinstance(value, Tensor):
         return value
-    other = value.detach().clone()
-    if value.is_floating_point() and value.dim():
-        other = value.detach().flip(*range(value.dim()))
+    turned = [*range(value.dim())] if value.is_floating_point() else []
+    other = value.detach().flip(turned)
     other = nn.Parameter(other) if isinstance(value, nn.Parameter) else other
     other.requires_grad_(value.requires_grad)
     other.grad = value.grad.clone() if value.is_leaf and value.grad is not None else None

@@ -29,8 +29,9 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
     quantize(matrix [out, in]) -> (codes, scales): of a matrix in float32, whose `in` is a multiple
         of BLOCK. Each BLOCK neighbours of a row have one scale, float32 [out, in / BLOCK]: their
         largest absolute value. The code of a weight is the place in NF4, from 0 to 15, of the
-        number that is nearest to weight / scale. codes are uint8 [out, in / 2], two in a byte, of
-        which the first is in the high half: first * 16 + second.
+        number that is nearest to weight / scale. A block of zeros has the scale 0, and its codes
+        are the place of 0.0, which is 7. codes are uint8 [out, in / 2], two in a byte, of which the
+        first is in the high half: first * 16 + second.
     dequantize(codes, scales, dtype) -> the matrix [out, in] that they stand for
     multiply(x [n, in], codes, scales) -> x @ matrix.T [n, out], in the dtype of x. Backward gives x
         its gradient. From forward to backward the matrix is not kept.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -15,7 +16,6 @@ from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.lab import CONFIG, batch_of, plural, summed_gradients
 from labs.machinery.student import Misuse, Refused, check_returned
-from labs.machinery.training import Run
 from model import PRESETS, Llama
 from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
@@ -58,32 +58,29 @@ MISTAKES = {  # part of what check_schedule says -> what it means
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    """Return the student's lines for each (microbatches, split), and this rank's gradients of a
-    step by them."""
-    refused = {name: Refused(name, None) for name in SCHEDULES}
-    with patch.dict(SCHEDULES, refused):
+    """Return the student's lines, split -> number of microbatches -> lines, and this rank's
+    gradients of a step by them."""
+    texts, gradients = {False: {}, True: {}}, {}
+    with patch.dict(SCHEDULES, {name: Refused(name, None) for name in SCHEDULES}):
         schedule = load()
-        texts = {}
-        for split in (False, True):
-            for m in [*CASES, larger(seed)]:
-                ranks = size if m in CASES else size + 3
-                lines = schedule(ranks, m, split)
-                check_returned(lines, list, "a list of strings, one for each rank")
-                check_returned(tuple(lines), (str,) * ranks, f"{ranks} strings, one for each rank")
-                if schedule(ranks, m, split) != lines:
-                    raise Misuse("A second call with the same arguments gives other lines.")
-                texts[m, split] = lines
-    gradients = {}
-    for split in (False, True):
-        lines = texts[MICROBATCHES, split]
-        if not problem(lines, MICROBATCHES, split):
-            gradients[split] = gradients_by(lines, size, seed, rank)
+        for split, m in product(texts, numbers(seed)):
+            ranks = size if m in CASES else size + 3
+            lines = schedule(ranks, m, split)
+            check_returned(lines, list, "a list of strings, one for each rank")
+            check_returned(tuple(lines), (str,) * ranks, f"{ranks} strings, one for each rank")
+            if schedule(ranks, m, split) != lines:
+                raise Misuse("A second call with the same arguments gives other lines.")
+            texts[split][m] = lines
+    for split, of_m in texts.items():
+        if not problem(of_m[MICROBATCHES], MICROBATCHES, split):
+            gradients[split] = gradients_by(of_m[MICROBATCHES], size, seed, rank)
     return {"texts": texts, "gradients": gradients}
 
 
-def larger(seed: int) -> int:
-    """Return a number of microbatches for which lines of more ranks than here are checked, too."""
-    return 11 + seed % 7
+def numbers(seed: int) -> list[int]:
+    """Return the numbers of microbatches for which lines are checked, the last of them also for
+    more ranks than here."""
+    return [*CASES, 11 + seed % 7]
 
 
 def gradients_by(lines: list[str], size: int, seed: int, rank: int) -> dict[str, Tensor]:
@@ -125,21 +122,20 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     model = Llama(CONFIG).double()
     model.init_weights(seed)
     _, _, expected = summed_gradients(model, batch_of(seed))
-    cases = [*CASES, larger(seed)]
-    for split in (False, True):
-        suffix, texts = " W" * split, {m: results["texts"][0][m, split] for m in cases}
-        yield first_wrong(check_order("order" + suffix, *case, split) for case in texts.items())
+    for split, texts in results["texts"][0].items():
+        suffix = " W" * split
+        yield first_wrong("order" + suffix, check_order, texts, split)
         found = [of_rank[split] for of_rank in results["gradients"]]
         wanted = [{name: expected[name] for name in of_rank} for of_rank in found]
         yield compare.tensors("gradients" + suffix, found, wanted)
-        yield first_wrong(check_held("held" + suffix, *case, split) for case in texts.items())
-        yield first_wrong(check_waiting("waiting" + suffix, *case, split) for case in texts.items())
+        yield first_wrong("held" + suffix, check_held, texts, split)
+        yield first_wrong("waiting" + suffix, check_waiting, texts, split)
 
 
-def first_wrong(cases: Iterator[Property]) -> Property:
+def first_wrong(name: str, check: Callable, texts: dict[int, list[str]], split: bool) -> Property:
     """Return the first of the cases that is wrong; if all are right, the first."""
-    first, *others = cases
-    return next((case for case in others if not case.ok), first) if first.ok else first
+    cases = [check(name, m, lines, split) for m, lines in texts.items()]
+    return next((case for case in cases if not case.ok), cases[0])
 
 
 def check_order(name: str, m: int, lines: list[str], split: bool) -> Property:
@@ -194,13 +190,11 @@ def picture(results: dict[str, list], size: int, seed: int) -> str:
     """Draw what can be carried out, for the first number of microbatches that is wrong if there is
     one, and say how long a step would take on GPUs."""
     drawn = []
-    for split in (False, True):
-        texts = {m: results["texts"][0][m, split] for m in [*CASES, larger(seed)]}
+    for split, texts in results["texts"][0].items():
         if any(problem(lines, m, split) for m, lines in texts.items()):
             break
-        checks = check_held, check_waiting
-        wrong = (m for m, lines in texts.items() if not all(c("", m, lines, split).ok
-                                                            for c in checks))  # fmt: skip
+        wrong = (m for m, lines in texts.items() for check in (check_held, check_waiting)
+                 if not check("", m, lines, split).ok)  # fmt: skip
         shown = next(wrong, MICROBATCHES)
         drawn += [f"{plural(shown, 'microbatch')}:"] * (shown != MICROBATCHES)
         _, spans = timed(texts[shown], shown)
@@ -215,7 +209,7 @@ def picture(results: dict[str, list], size: int, seed: int) -> str:
 
 def drawing(results: dict[str, list], size: int, seed: int) -> str:
     """Draw the schedule with W as an SVG, if it can be carried out."""
-    lines = results["texts"][0][MICROBATCHES, True]
+    lines = results["texts"][0][True][MICROBATCHES]
     if problem(lines, MICROBATCHES, split=True):
         return ""
     _, spans = timed(lines, MICROBATCHES)
@@ -233,12 +227,3 @@ def step_seconds(texts: dict[int, list[str]]) -> float:
         model = build_on_meta(PRESETS["llama3-8b"])
         work = Work(model, parallel, 8 * MICROBATCHES, 1, 8192, on_gpu=True)
         return sum(step_time(work, machine).values())
-
-
-RUN = Run(flags="--pp 2 --schedule zero-bubble")
-
-
-def install(schedule: Callable) -> None:
-    """Let --schedule take the student's order."""
-    SCHEDULES["1f1b"] = lambda rank, p, m, v=1: schedule(p, m, False)[rank].split()
-    SCHEDULES["zero-bubble"] = lambda rank, p, m, v=1: schedule(p, m, True)[rank].split()

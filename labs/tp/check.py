@@ -4,18 +4,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import runs.setup
 from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.lab import drawn, plural
 from labs.machinery.student import SHARDING, check_returned
-from labs.machinery.training import Run
-from model import Llama
-from parallel import World
 from perf.instruments import Counted, Live
-from plumbing.shards import allocate
 
 FUNCTION = "feed_forward"
 ABOUT = "a feed-forward block over several ranks"
@@ -42,10 +37,6 @@ ALIKE = (
     "Shapes do not fit. Of w1 and w3 a rank needs rows, of w2 columns, of the same features; "
     "forward gets them in the order in which shard returns them, and multiplies by their "
     "transposes."
-)
-AS_ONE_MATRIX = (
-    "w1 and w3 were cut as one matrix: some ranks have gates alone, others ups alone, and each "
-    "gate is to be multiplied by its own up."
 )
 ERRORS = {"cannot be multiplied": ALIKE, "must match the size of tensor": ALIKE}
 TOKENS, WIDTH, FEATURES = 5, 12, 26  # N, D and F; neither 3 nor 4 ranks divide F
@@ -95,7 +86,6 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     return {
         "out": out.detach(),
         "gradients": {"x": x.grad} | split(gradients),
-        "without": sum(part.grad is None for part in kept),
         "owned": split(owned),
         "bytes": nbytes,
         "beside": kept_in_all - nbytes if kept_in_all - nbytes > INDICES else 0,
@@ -114,81 +104,21 @@ def block(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return F.silu(x @ w1.T) * (x @ w3.T) @ w2.T
 
 
-def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
-    """Return the sentence for a cut that gives wrong numbers; "" if there is none."""
-    for name in SHAPES:
-        ranks = sum(own[name].int() for own in owned)
-        missing, several = int((ranks == 0).sum()), int((ranks > 1).sum())
-        if missing:
-            absent = f"No rank has {plural(missing, 'element')} of {name}"
-            return f"{absent}: F is no multiple of {len(owned)}."
-        if several:
-            many = f"Several ranks have {plural(several, 'element')} of {name}"
-            return f"{many}: each belongs on exactly one."
-    features = [(o["w1"].any(1), o["w3"].any(1), o["w2"].any(0)) for o in owned]
-    for rank, (gate, up, down) in enumerate(features):
-        if not (gate.any() and up.any()):
-            return AS_ONE_MATRIX
-        if not gate.equal(up):
-            return (
-                f"Rank {rank} has other features of w1 than of w3: each gate is to be multiplied "
-                f"by its own up."
-            )
-        if not gate.equal(down) and not gate.all():
-            return (
-                f"Rank {rank} has other features of w1 than of w2, which multiplies them: it needs "
-                f"the columns of w2 for the rows that it has of w1."
-            )
-    return ""
+def facts(size: int) -> dict:
+    """Return what sentences of wrong.txt say of the ranks."""
+    return {"features": FEATURES, "size": size}
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     x, *weights = (tensor.requires_grad_() for tensor in tensors(seed).values())
-    w1, w2, w3 = weights
     owned = results["owned"]
-    features = [own["w2"].any(0) for own in owned]
-    shares = [block(x, w1[f], w2[:, f], w3[f]) for f in features]  # of ranks, in the output
-    right = block(x, *weights)
-    out = (x + right).detach()  # also the gradient that backward starts with
-    columns = torch.arange(WIDTH).chunk(size)
-    too_late = sum(F.silu(x[:, c] @ w1[:, c].T) * (x[:, c] @ w3[:, c].T) for c in columns) @ w2.T
-    problem = problem_with_cut(owned)
-    mistakes = {
-        "Each rank has the part of the output that comes from its own features: add them up.": [
-            x + share for share in shares
-        ],
-        compare.AVERAGED: x + right / size,
-        "The sum is taken after the nonlinearity, and silu(a + b) is not silu(a) + silu(b).": (
-            x + too_late
-        ),
-    }
-    yield compare.tensors("output", results["out"], out, mistakes, otherwise=problem)
-    if without := max(results["without"]):
-        mistake = compare.NOT_RECORDED + "the sum needs a Function, whose backward you write."
-        yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, mistake)
-        return
-    through = [torch.autograd.grad(share, x, out, retain_graph=True)[0] for share in shares]
-    of_weights = dict(zip(SHAPES, torch.autograd.grad(right, weights, out, retain_graph=True)))
-    (through_all,) = torch.autograd.grad(right, x, out)
-    wanted = [{name: g * own[name] for name, g in of_weights.items()} for own in owned]
-    mistakes = {
-        "Each rank has the gradient of x through its own features: backward has to add them up. "
-        "The layers before would learn something else on each rank.": [
-            {"x": out + one} for one in through
-        ],
-        compare.AVERAGED: {"x": out + through_all / size},
-        f"The gradient of the output was summed over the ranks, which all had it already: "
-        f"gradients are {size} times as large.": compare.times(wanted, size),
-        "This sums also what reached x past the block, by the residual connection, which every "
-        "rank had already: sum what comes from the block alone.": {"x": size * out + through_all},
-    }
-    yield compare.tensors(
-        "gradients",
-        results["gradients"],
-        [{"x": out + through_all} | of_rank for of_rank in wanted],
-        {} if problem else mistakes,
-        otherwise=problem,
-    )
+    out = x + block(x, *weights)
+    yield compare.tensors("output", results["out"], out.detach())
+    (out**2 / 2).sum().backward()
+    gradients = dict(zip(SHAPES, (weight.grad for weight in weights)))
+    wanted = [{"x": x.grad} | {name: g * own[name] for name, g in gradients.items()}
+              for own in owned]  # fmt: skip
+    yield compare.tensors("gradients", results["gradients"], wanted)
     limit = 3 * WIDTH * -(-FEATURES // size) * 8
     elements = max(sum(int(m.sum()) for m in own.values()) for own in owned)
     mistakes = {
@@ -201,64 +131,32 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     kept = list(map(sum, zip(results["bytes"], results["beside"])))
     text = "{:,} bytes on a rank, and may be {:,}"
     yield compare.at_most("kept", kept, limit, text, mistakes)
-    one, by_input = ONE_SUM["all-reduce"][1], owned[0]["w1"].any(1).all()
+    by_input = owned[0]["w1"].any(1).all()
+    for direction in ("forward", "backward"):
+        yield check_sent(direction, compare.unexpected(results[direction], ONE_SUM), by_input)
+
+
+def check_sent(direction: str, sent: dict[str, tuple[int, int]], by_input: bool) -> Property:
+    """Return whether a rank has sent one sum. `by_input`: whether w1 is cut by input features."""
+    is_forward = direction == "forward"
+    calls, nbytes = map(sum, zip((0, 0), *sent.values()))
+    one = ONE_SUM["all-reduce"][1]
     mistakes = {
-        "forward": {
-            "w1 and w3 are cut by input features, so their products are partial sums, which have "
-            "to be added up before the nonlinearity. Cut by output features, they need no "
-            "sum.": by_input,
-            "Nothing has to be gathered: w2 multiplies some features on each rank, and the outputs "
-            "are added up.": sum(n for _, n in results["forward"][0].values()) >= 2 * one,
-        },
-        "backward": {
-            "Gate and up read the same x: add up their gradients on the rank first, and then over "
-            "the ranks, once. The gradient of the output, which all ranks have, needs no "
-            "sum.": results["backward"][0] == {"all-reduce": (2, 2 * one)},
-            "Only the gradient of x has to be added up.": True,
-        },
+        "Together they do what one all-reduce does: it adds up, and gives every rank the sum.": (
+            set(sent) in AS_ONE
+        ),
+        "w1 and w3 are cut by input features, so their products are partial sums, which have to be "
+        "added up before the nonlinearity. Cut by output features, they need no sum.": (
+            is_forward and by_input
+        ),
+        "Nothing has to be gathered: w2 multiplies some features on each rank, and the outputs are "
+        "added up.": is_forward and nbytes >= 2 * one,
+        "Gate and up read the same x: add up their gradients on the rank first, and then over the "
+        "ranks, once. The gradient of the output, which all ranks have, needs no sum.": (
+            not is_forward and (calls, nbytes) == (2, 2 * one)
+        ),
+        "Only the gradient of x has to be added up.": not is_forward,
     }
-    for direction, mistake in mistakes.items():
-        sent = compare.unexpected(results[direction], ONE_SUM)
-        text = ", ".join(f"{plural(n, name)} of {b:,} bytes"
-                         for name, (n, b) in sent.items())  # fmt: skip
-        if set(sent) in AS_ONE:
-            mistake = (
-                f"A {' and a '.join(sorted(sent, reverse=True))} do what one all-reduce does: it "
-                f"adds up, and gives every rank the sum."
-            )
-        yield Property(
-            f"sent {direction}",
-            f"{text or 'nothing'}; 1 all-reduce of {ONE_SUM['all-reduce'][1]:,} is wanted",
-            sent == ONE_SUM,
-            mistake,
-        )
-
-
-# The lab says nothing about the norm of sharded gradients, so nothing is clipped.
-RUN = Run(flags="--tp 2 --clip 0 --microbatch 6")
-
-
-class Parts(nn.Module):
-    """A block's feed-forward, of which this rank keeps parts."""
-
-    def __init__(self, kept: list[Tensor], forward: Callable):
-        super().__init__()
-        self.kept, self.function = nn.ParameterList(kept), forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x.flatten(0, 1), *self.kept).view_as(x)
-
-
-def install(feed_forward: Callable) -> None:
-    """Let both ranks compute all of the model but the feed-forward, which they share."""
-
-    def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> Llama:
-        allocate(model.double(), world.device)
-        initialize(model)
-        shard, forward = feed_forward()
-        for layer in model.layers.values():
-            whole = [getattr(layer.feed_forward, name).weight.detach() for name in SHAPES]
-            layer.feed_forward = Parts(shard(*whole), forward)
-        return model
-
-    runs.setup.parallelize = parallelize
+    shown = ", ".join(f"{plural(n, kind)} of {b:,} bytes" for kind, (n, b) in sent.items())
+    text = f"{shown or 'nothing'}; 1 all-reduce of {one:,} is wanted"
+    return Property(f"sent {direction}", text, sent == ONE_SUM, mistakes)

@@ -12,28 +12,22 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import checkpoint
+from runs.equal import whole_tensor
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _, directory, *sys.argv = sys.argv
 resume = checkpoint.resume
 
 
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().clone()
-
-
 def resume_and_write(path, model, optimizer, tokenizer) -> int:
     done = resume(path, model, optimizer, tokenizer)
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    weights = {name: whole_tensor(parameter) for name, parameter in model.named_parameters()}
     state = {
-        f"{name}.{key}": whole(tensor)
+        f"{name}.{key}": whole_tensor(tensor)
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
         for key, tensor in optimizer.state[parameter].items()

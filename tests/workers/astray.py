@@ -24,8 +24,6 @@ def astray(world, step: int) -> bool:
         dist.broadcast(torch.ones(9), 0)
     if guilty and case == "sleeps":
         time.sleep(999)  # sleeps
-    while guilty and case == "computes":
-        torch.ones(9).sum()  # computes
     if guilty and case == "stopped":
         [time.sleep(3), os.kill(os.getpid(), signal.SIGSTOP)]  # stopped, after a heartbeat
     if guilty and case == "more":

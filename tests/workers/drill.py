@@ -1,19 +1,17 @@
-"""Train twice, once undisturbed, once with ranks killed at drawn instants and resumed.
+"""Train twice: once undisturbed, and once with ranks killed at drawn instants, and resumed.
 
 python tests/workers/drill.py 3 DIR [flags of train.py]      three kills of two processes
 """
 
 import contextlib
 import json
-import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,39 +21,40 @@ sys.path.insert(0, str(ROOT))
 from files.directories import checkpoints, open_weights  # noqa: E402
 
 
-def drill(command: list[str], out: Path, kills: int) -> None:
-    """Print what happens to the training that a `command` without --out starts.
+def drill(command: list[str], out: Path, kills: int, check: Callable[..., None]) -> bool:
+    """Run a training, a `command` without --out, in OUT/whole, and with kills in OUT/killed.
 
-    The seconds from the first step after a start to the next kill are drawn from an exponential
-    distribution, so that `kills` are expected in the time of all steps. One rank and all ranks
-    die in turns."""
+    A kill comes after a new checkpoint, at an instant drawn from the time of a part of all steps.
+    It hits one rank or all ranks, in turns. Then check(step of the last checkpoint before it, ranks
+    that were killed, number of ranks) is called. Return whether the final weights are equal."""
     whole, killed, dice = out / "whole", out / "killed", random.Random(0)
-    out.mkdir(parents=True)
-    with running([*command, "--out", str(whole)], whole) as process:
-        process.wait()
-    check_ended(process, whole)
-    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    seconds = statistics.median(row["seconds"] for row in rows)
-    died = 0
-    while True:
-        done, kill_at = newest(killed), math.inf
-        (killed / "metrics.jsonl").unlink(missing_ok=True)  # its lines are then those of new steps
-        with running([*command, "--out", str(killed), "--resume"], killed) as process:
-            while process.poll() is None and time.monotonic() < kill_at:
-                if died < kills and kill_at == math.inf and last_step(killed):
-                    kill_at = time.monotonic() + dice.expovariate(kills / len(rows) / seconds)
-                time.sleep(0.01)
-            if not (ranks := ranks_of(process)):  # it has ended
+    out.mkdir(parents=True, exist_ok=True)
+    complete([*command, "--save-every", "0", "--out", str(whole)], whole)
+    rows = (whole / "metrics.jsonl").read_text().splitlines()
+    longest = sum(json.loads(row)["seconds"] for row in rows) / kills
+    command = [*command, "--out", str(killed), "--resume"]
+    for i in range(kills):
+        with running(command, killed) as process:
+            before = newest(killed)
+            while process.poll() is None and newest(killed) == before:
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0, longest))
+            assert process.poll() in (None, 0), log_of(killed).read_text()
+            if process.poll() == 0:
                 break
-            victims = ranks if died % 2 else [dice.choice(ranks)]
-            kill(victims)
-            died, reached = died + 1, max(done, last_step(killed))
+            ranks, before = ranks_of(process) or [process.pid], newest(killed)
+            victims = list(range(len(ranks))) if i % 2 else [dice.randrange(len(ranks))]
+            kill([ranks[victim] for victim in victims])
             process.wait()
-        lost = max(0, reached - newest(killed))  # a save may come before its line
-        print(f"step {reached}: {len(victims)} of {len(ranks)} ranks killed, {lost} steps lost")
-    check_ended(process, killed)
-    print(f"{died} failures")
-    print(difference(whole, killed))
+        check(before, victims, len(ranks))
+    complete(command, killed)
+    (_, expected), (_, found) = (open_weights(checkpoints(path)[-1]) for path in (whole, killed))
+    return all(torch.equal(found[name].read(), expected[name].read()) for name in expected)
+
+
+def complete(command: list[str], out: Path) -> None:
+    with running(command, out) as process:
+        assert process.wait() == 0, log_of(out).read_text()
 
 
 @contextlib.contextmanager
@@ -76,10 +75,6 @@ def kill(processes: list[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def check_ended(process: subprocess.Popen, out: Path) -> None:
-    assert process.returncode == 0, log_of(out).read_text()
-
-
 def log_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.log")
 
@@ -95,24 +90,12 @@ def newest(out: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in checkpoints(out)), default=0)
 
 
-def last_step(out: Path) -> int:
-    """Return the last step in metrics.jsonl, or 0."""
-    path = out / "metrics.jsonl"
-    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
-def difference(whole: Path, killed: Path) -> str:
-    """Return in words by how much the final weights of two runs differ."""
-    (_, expected), (_, found) = (open_weights(checkpoints(out)[-1]) for out in (whole, killed))
-    pairs = [(expected[name].read(), found[name].read()) for name in expected]
-    if all(torch.equal(ours, theirs) for ours, theirs in pairs):
-        return "final weights are equal, bit for bit"
-    largest = max((ours.double() - theirs.double()).abs().max().item() for ours, theirs in pairs)
-    return f"final weights differ by up to {largest:.3g}"
+def told(step: int, victims: list[int], size: int) -> None:
+    print(f"step {step}: {len(victims)} of {size} ranks killed")
 
 
 if __name__ == "__main__":
     kills, directory, *flags = sys.argv[1:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    drill([*torchrun, str(ROOT / "train.py"), *flags], Path(directory), int(kills))
+    same = drill([*torchrun, str(ROOT / "train.py"), *flags], Path(directory), int(kills), told)
+    print("final weights are equal, bit for bit" if same else "final weights differ")

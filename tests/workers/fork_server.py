@@ -62,9 +62,8 @@ def run_agent(script: str, arguments: list[str], nproc: int, timeout: float, dir
             os._exit(run_script([script, *arguments]))
         os.setpgid(process, process)  # to be killed together with the processes that it starts
         ranks.append(process)
-    store = TCPStore(  # noqa: F841
-        *address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    options = dict(wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(*address, is_master=True, **options)  # noqa: F841
     write(directory, "ranks", ranks)
     write(directory, "codes", wait(ranks, timeout))
 
@@ -86,16 +85,10 @@ def redirect(directory: str) -> None:
 
 def environment_of(rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank of a node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not start a store of its own
-    }
+    given = dict(RANK=rank, LOCAL_RANK=rank, GROUP_RANK=0, WORLD_SIZE=nproc, LOCAL_WORLD_SIZE=nproc)
+    given |= dict(MASTER_ADDR=host, MASTER_PORT=port)
+    given |= dict(TORCHELASTIC_USE_AGENT_STORE=True)  # rank 0 does not start a store of its own
+    return {name: str(value) for name, value in given.items()}
 
 
 def run_script(command: list[str]) -> int:

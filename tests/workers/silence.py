@@ -3,7 +3,6 @@ configuration of the arguments, print whether silenced collectives do nothing an
 give the same weights."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,14 +10,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import ParallelConfig
-from model import Llama, LlamaConfig
-from parallel import World, parallelize, with_mesh
-from perf.instruments import Training, build_on_meta, silenced
+from config import ParallelConfig, Work
+from model import LlamaConfig
+from parallel import World, with_mesh
+from perf.instruments import build_on_meta, make_step, silenced
 from perf.step import dims_of, stamped_step
 from plumbing.processes import init_distributed, run
-from plumbing.shards import assign_shard, to_local
-from techniques.optimizers import make_optimizer
+from plumbing.shards import to_local
 from text.batch import Batch
 
 CONFIGS = {
@@ -32,25 +30,23 @@ CONFIGS = {
 
 def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     """Return this rank's weights after three steps of two microbatches each."""
+    torch.manual_seed(world.data_rank)
+    tokens = torch.randint(101, (2, 17))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
-    runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
-    optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
-    for step in range(3):
-        torch.manual_seed(10 * step + world.data_rank)
-        tokens = torch.randint(101, (2, 17))
-        batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1)
-        training = Training(world, model, runner, optimizer, iter([batch, batch]), microbatch=1)
+    training = make_step(Work(model, world.parallel, 4, 1, 16), world, batch)
+    for _ in range(3):
         training()
         if with_silenced_passes:
             assert "pass" in stamped_step(training, dims_of(world))()
-    return [to_local(p.detach()).clone() for p in model.parameters()]
+    return [to_local(p.detach()).clone() for p in training.model.parameters()]
 
 
 def main():
     process = init_distributed()
     for name in sys.argv[1:]:
         world = with_mesh(process, CONFIGS[name])
-        (dim,) = (d for d in world.mesh.mesh_dim_names if world.mesh[d].size() > 1)
+        (dim,) = dims_of(world)
         one, group = torch.ones(1), world.mesh.get_group(dim)
         with silenced(torch.nn.Identity(), world, [dim]):
             dist.all_reduce(one, group=group)

@@ -1,10 +1,9 @@
 """Train cases. Arguments: a JSON file of cases, and a file for the results.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
-have "microbatch", "seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate",
-"backend" of torch.compile, and "lora" (fields of LoRA, and base_bits), with which the learning
-rate is a tenth. Results are what the tests compare: losses, norms, the first step's gradients,
-first and last weights, generated tokens, traffic, attention forwards, and compiled graphs."""
+have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
+torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
+is a tenth."""
 
 import json
 import sys
@@ -16,23 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
+import model as model_py
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
 from files.adapters import gather_adapters
 from generate import generate
-from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
+from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
-from perf.instruments import Counted
+from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
+from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from train import train_step
@@ -42,10 +41,10 @@ BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
 
 
-def batch_of(packed: bool, seq: int = SEQ) -> Batch:
+def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
     """Return rows with 1 to `seq` targets. If packed, a row of SEQ tokens has documents of 4 and 9
     tokens; a longer one, documents of 1 to 7 tokens, the first of which begins before the row."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (BATCH, seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     for row in range(BATCH):
@@ -56,6 +55,18 @@ def batch_of(packed: bool, seq: int = SEQ) -> Batch:
         documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
         positions = torch.tensor([row[:seq] for row in documents])
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
+
+
+def capped(hidden, weight):
+    return 3 * torch.tanh(hidden @ weight.T / 3)
+
+
+def own_loss(logits, targets, vocabulary):
+    """Smoothed labels, focal weights and a z-loss at once, as a student would write it in model.py;
+    exact.py has PyTorch's formulas."""
+    loss, lse = vocabulary.cross_entropy(logits, targets), vocabulary.logsumexp(logits)
+    smoothed = 0.9 * loss + 0.1 * (lse - vocabulary.sum(logits) / vocabulary.size)
+    return (1 - torch.exp(-loss)) ** 2 * smoothed + 1e-2 * lse**2
 
 
 def merge_ranks(values: dict) -> dict:
@@ -71,21 +82,16 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     """Return how many attention forwards a profile has."""
     counts = {event.key: event.count for event in profile.key_averages()}
     # Under --cp attention is an operator of ours, and the kernels within it are not counted again.
-    return counts.get("flatllama::scaled_dot_product_lower_right") or sum(
-        count
-        for operator, count in counts.items()
-        if "scaled_dot_product" in operator and not operator.endswith("backward")
-    )
+    ours = counts.get("flatllama::scaled_dot_product_lower_right")
+    return ours or sum(count for operator, count in counts.items() if is_attention(operator))
 
 
-def build(config: dict, lora: dict | None) -> Llama:
+def build(config: dict, lora: dict | None = None) -> Llama:
     """Return a model on meta; `lora` has fields of LoRA, and base_bits."""
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**config))
-        if lora:
-            settings = {name: value for name, value in lora.items() if name != "base_bits"}
-            add_adapters(model, LoRA(**settings), lora.get("base_bits", 16))
-    return model
+    settings = dict(lora or {})
+    bits = settings.pop("base_bits", 16)
+    adapter = LoRA(**settings) if lora else None
+    return build_on_meta(LlamaConfig(**config), adapter, base_bits=bits)
 
 
 @torch.no_grad()
@@ -114,20 +120,20 @@ def train(process, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
     model = build(case["config"], case.get("lora"))
-    parts, seq = world.data_size, case.get("seq", SEQ)
-    microbatch = case.get("microbatch", BATCH // parts)
+    share, seq = BATCH // world.data_size, case.get("seq", SEQ)
+    microbatch = case.get("microbatch", share)
     predicted = sends(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, world.parallel, lr=1e-3 if "lora" in case else 1e-2)
     gradients = {}
 
-    def keep_first_gradients(optimizer, args, kwargs):
+    def keep_first_gradients(*_):
         for name, p in optimizer_parameters(model).items() if not gradients else ():
             gradients[name] = whole_tensor(p.grad)
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    batch = batch_of(case["packed"], seq).microbatches(BATCH // parts)[world.data_rank]
+    batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
     batch = share_sequences(batch, world)
     rows = []  # of each step: mean loss, number of targets, gradient norm
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
@@ -138,25 +144,25 @@ def train(process, case: dict) -> dict:
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
-    tokens, sampling = None, Counted(world)
+    tokens, sampling, saving = None, Counted(world), Counted(world)
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
             tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
             with sampling, unsharded(model, world.parallel):
                 assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
-    with Counted(world) as saving:
+    with saving:
         gathered = gather_adapters(model)
     return {
         "rows": rows,
-        "tokens": tokens,
-        "sampling_gathers": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
-        "saving_bytes": sum(nbytes for _, nbytes in saving.sent.values()),
-        "adapters": gathered,
         "gradients": merge_ranks(gradients),
         "first": merge_ranks(first),
         "last": merge_ranks({name: whole_tensor(p) for name, p in model.named_parameters()}),
-        "sent": None if compiled else counter.sent,
+        "tokens": tokens,
+        "sampling_gathers": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
+        "adapters": gathered,
+        "saving_bytes": sum(nbytes for _, nbytes in saving.sent.values()),
         "predicted": predicted,
+        "sent": None if compiled else counter.sent,
         "layers": len(model.layers),
         "attentions": profiled_attentions(counter) if compiled else counter.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
@@ -169,14 +175,16 @@ def main():
     offload.MIN_BYTES = 0  # the tensors here are small
     chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     cases = json.loads(Path(sys.argv[1]).read_text())
-    results = []
-    compile = torch.compile
+    plain = dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of)
+    own = dict(logits_of=capped, loss_of=own_loss)
+    results, compile = [], torch.compile
     for case in cases:
         torch.compile = partial(compile, backend=case.get("backend", "inductor"))
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         # Else DTensor goes on with the equal mesh of an earlier case: to a compiler, another one.
         _clear_sharding_prop_cache()
-        torch._dynamo.utils.counters.clear()
+        vars(model_py).update(own if "own_loss" in case else plain)
         results.append(train(process, case))
         if process.rank == 0:
             print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
