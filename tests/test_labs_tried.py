@@ -117,7 +117,7 @@ TRIED = [
     ("mean", {RETURN: "    return number(totals[0] / totals[1]), number(norm)\n\n\n"
               "def number(x):\n    return x.item()"}, PASSES),
     ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
-    ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "has other numbers"),
+    ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "changes `loss` in line"),
     ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
     ("logits", {"dist.all_reduce(sums)": "[dist.all_reduce(number) for number in sums.flatten()]"},
      "of all tokens at once"),
@@ -126,7 +126,8 @@ TRIED = [
     ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
     ("hsdp", {"weight = rows": 'init_device_mesh("cpu", (nodes, per_node))\n        weight = rows'},
      "makes a group in every call"),
-    ("accumulate", {"total = 0.0": "total = microbatches.reverse() or 0.0"}, "or is gone"),
+    ("accumulate", {"total = 0.0": "total = microbatches.reverse() or 0.0"},
+     "changes `microbatches` in line"),
     ("accumulate", {"loss = runner": "runner.module(tokens, targets)\n            loss = runner"},
      "Each microbatch runs forward once"),
     ("accumulate", {"total += ": "vars(runner)[len(vars(runner))] = loss.data\n        total += "},

@@ -1,6 +1,5 @@
 """The check of labs/ddp."""
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,15 +7,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
 from labs.machinery.lab import batch_of, plural, share_of, small_model, summed_gradients, world_of
 from labs.machinery.ranks import NotedWork
-from labs.machinery.student import check_returned, tensors_alive
+from labs.machinery.student import check_returned, kept_by_call
 from model import IGNORE
-from perf.instruments import Counted
+from perf.instruments import Counted, Instrument
 from text.batch import Batch
 
 FUNCTION = "average_gradients"
@@ -48,24 +46,26 @@ KEPT = (
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return gradients, and of the last step what was sent, and when."""
-    world, model = world_of(rank, size), small_model(seed)
-    batch, events, gradients, alive = share(seed, rank, size), [], [], []
+    world, model, order = world_of(rank, size), small_model(seed), Order()
+    batch, gradients = share(seed, rank, size), []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
-    with noted_order(events):
+        parameter.register_post_accumulate_grad_hook(lambda p: order.events.append("ready"))
+    with order, mock.patch.multiple(dist, **{n: order.noting(getattr(dist, n)) for n in SUMS}):
         finish = check_returned(load()(model), Callable, "a function")
-        for _ in range(STEPS):
+
+        def accumulate() -> None:
+            order.events.clear()
             model.zero_grad()
+            model(*batch.inputs).backward()
+            finish()
+
+        for _ in range(STEPS):
             with Counted(world) as counted:
-                events.clear()
-                model(*batch.inputs).backward()
-                finish()
+                accumulate()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             torch.optim.SGD(model.parameters(), LR).step()
-            ours = sum(map(len, gradients))
-            alive.append(tensors_alive(at_most=ours + (alive[-1] if alive else 0)) - ours)
-    kept = alive[-1] - alive[-2]
-    return {"gradients": gradients, "sent": counted.sent, "events": events, "kept": kept}
+        kept = kept_by_call(accumulate)
+    return {"gradients": gradients, "sent": counted.sent, "events": order.events, "kept": kept}
 
 
 def share(seed: int, rank: int, size: int) -> Batch:
@@ -76,49 +76,39 @@ def share(seed: int, rank: int, size: int) -> Batch:
     return batch
 
 
-@contextlib.contextmanager
-def noted_order(events: list[str]) -> Iterator[None]:
-    """Within this context, let `events` get when a sum is sent and waited for."""
+class Order(Instrument):
+    """Notes in `events` when a sum is sent, and waited for."""
 
-    def noting(name: str) -> Callable:
-        original = getattr(dist, name)
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def see(self, op, args, kwargs, result) -> None:
+        if op.namespace == "_c10d_functional":
+            is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
+            self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
+
+    def noting(self, original: Callable) -> Callable:
+        """Return a function of torch.distributed that is noted; functional ones are operators."""
 
         def call(*args, **kwargs):
-            events.append("sent")
+            self.events.append("sent")
             work, is_over = original(*args, **kwargs), []
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             version = tensor._version
 
             def on_wait() -> None:
                 if not is_over:
-                    is_over.append(events.append("waited"))
+                    is_over.append(self.events.append("waited"))
                     is_changed = tensor._version > version and not noted.has_future
-                    events.extend(["changed"] * is_changed)
+                    self.events.extend(["changed"] * is_changed)
 
             if work is None:
-                events.append("waited")
-                return None
+                return self.events.append("waited")
             noted = NotedWork(work, on_wait)
             return noted
 
         return call
-
-    with mock.patch.multiple(dist, **{name: noting(name) for name in SUMS}), Functional(events):
-        yield
-
-
-class Functional(TorchDispatchMode):
-    """Notes the same of functional collectives."""
-
-    def __init__(self, events: list[str]):
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "_c10d_functional":
-            is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
-            self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
-        return op(*args, **(kwargs or {}))
 
 
 def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -135,8 +125,7 @@ def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     events = results["events"]
     counts = list(map(Counter, events))
-    count = max(counts, key=lambda count: count["sent"] - count["waited"])
-    sent, waited = count["sent"], count["waited"]
+    sent, waited = max(((n["sent"], n["waited"]) for n in counts), key=lambda n: n[0] - n[1])
     yield Property(
         "waited for",
         f"{waited} of {sent} sums",
@@ -167,7 +156,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         if not compared.ok:
             break
     yield compared
-    early, sent = min(map(left_early, events), key=lambda n: n[0] / max(n[1], 1))
+    early, sent = min(map(left_early, events)), counts[0]["sent"]
     mistakes = {
         "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "
@@ -195,12 +184,11 @@ def bytes_of(sent: dict, expected: int) -> int:
     return compare.nbytes_of(sent)
 
 
-def left_early(events: list[str]) -> tuple[int, int]:
-    """Return how many sums left before the last gradient was ready, and of how many."""
+def left_early(events: list[str]) -> int:
+    """Return how many sums left before the last gradient was ready."""
     last_ready = len(events) - events[::-1].index("ready")
-    return events[:last_ready].count("sent"), events.count("sent")
+    return events[:last_ready].count("sent")
 
 
 def most_under_way(events: list[str]) -> int:
-    under_way = itertools.accumulate({"sent": 1, "waited": -1}.get(e, 0) for e in events)
-    return max(under_way)
+    return max(itertools.accumulate({"sent": 1, "waited": -1}.get(event, 0) for event in events))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
 from labs.machinery.student import SHARDING, check_returned
 from perf.instruments import Counted, Live
 
@@ -42,9 +43,8 @@ VIEW = (
 
 def tensors(seed: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return the weight, and a rank's gradient of it."""
-    weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
-    generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
-    return weight, torch.randn(ROWS, WIDTH, generator=generator).double()
+    [weight], [gradient] = (drawn(n, (ROWS, WIDTH)) for n in (seed, 1000 * seed + rank + 1))
+    return weight, gradient
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
@@ -84,36 +84,29 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     wanted = [total[rows] for rows in results["rows"]]
     yield compare.tensors("gradients", results["sum"], wanted, "the sum over all ranks")
 
-    def exchanges(what: str, across: bool) -> list[list[tuple]]:
+    def exchanges(what: str, across: bool) -> list[str]:
         """Return each rank's collectives that cross between nodes, or do not."""
-        return [[(name, nbytes, len(ranks)) for (ranks, name), (_, nbytes) in sent.items()
-                 if (len({rank // per_node for rank in ranks}) > 1) == across]
-                for sent in results[what]]  # fmt: skip
+        of_ranks = ([f"{name} of {nbytes:,} bytes over {len(ranks)} ranks"
+                     for (ranks, name), (_, nbytes) in sent.items()
+                     if (len({rank // per_node for rank in ranks}) > 1) == across]
+                    for sent in results[what])  # fmt: skip
+        return ["; ".join(found) or "nothing" for found in of_ranks]
 
-    def shown(what: str, across: bool) -> list[str]:
-        texts = ([f"{name} of {nbytes:,} bytes over {n} ranks" for name, nbytes, n in of_rank]
-                 for of_rank in exchanges(what, across))  # fmt: skip
-        return ["; ".join(of_rank) or "nothing" for of_rank in texts]
-
-    mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
-    crossing = shown("gather", across=True)
-    yield compare.exactly("gather crosses", crossing, "nothing", "{}; {} has to", mistake)
     in_node = f" of {weight.nbytes:,} bytes over {per_node} ranks"
-    found, mistake = shown("gather", across=False), "One all-gather is enough."
+    mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
+    found = exchanges("gather", across=True)
+    yield compare.exactly("gather crosses", found, "nothing", "{}; {} has to", mistake)
+    found, mistake = exchanges("gather", across=False), "One all-gather is enough."
     yield compare.exactly("gather in node", found, f"all-gather{in_node}", "{}", mistake)
-    whole = (
+    found = exchanges("reduce", across=True)
+    slices = f"all-reduce of {weight.nbytes // per_node:,} bytes over {NODES[size]} ranks"
+    mistake = (
         f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
         f"the node first."
     )
-    yield compare.exactly(
-        "reduce crosses",
-        [sum(nbytes for _, nbytes, _ in found) for found in exchanges("reduce", across=True)],
-        weight.nbytes // per_node,
-        "{:,} bytes; {:,} have to",
-        {weight.nbytes: whole},
-    )
+    yield compare.exactly("reduce crosses", found, slices, "{}", mistake)
     mistake = "Within the node each rank needs its slice of the sum: one reduce-scatter."
-    found = shown("reduce", across=False)
+    found = exchanges("reduce", across=False)
     yield compare.exactly("reduce in node", found, f"reduce-scatter{in_node}", "{}", mistake)
     limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
     yield compare.at_most("kept", results["kept"], limit, text, VIEW)

@@ -42,11 +42,10 @@ ERRORS = {
     "a leaf Variable that requires grad": "An update is not part of the graph: write into "
     "parameter.data, or under torch.no_grad().",
 }
-INSTEAD = {
-    "all-reduce": compare.ALL_REDUCED,
-    "broadcast": "A broadcast has one sender, and the others wait for it: in an all-gather all "
-    "ranks send at once.",
-}
+BROADCAST = (
+    "A broadcast has one sender, and the others wait for it: in an all-gather all ranks send at "
+    "once."
+)
 # Neither 3 nor 4 ranks divide all of them, and more than half of the numbers are the embedding's.
 MATRICES = {"embedding": (101, 16), "wq": (16, 16), "w1": (24, 16), "w2": (16, 24)}
 VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
@@ -129,7 +128,6 @@ def reference(seed: int, size: int) -> dict[str, Tensor]:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     name = f"those of one process's AdamW after {len(LRS)} steps"
     yield compare.tensors("weights", results["weights"], reference(seed, size), name)
-
     kept = results["kept"]
     total, two = sum(kept), 2 * P * 8
     mistakes = {
@@ -155,14 +153,14 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     )
     sent = compare.unexpected(results["sent"], results["sent"][0])
     others = ", ".join(sorted(sent.keys() - {"reduce-scatter", "all-gather"}))
-    instead = [INSTEAD[name] for name in INSTEAD if name in sent]
-    instead += [f"Instead there is {others}."] * bool(others)
-    for name, otherwise in (("reduce-scatter", compare.ALL_GATHERED), ("all-gather", "")):
+    mistakes = {
+        compare.ALL_REDUCED: "all-reduce" in sent,
+        BROADCAST: "broadcast" in sent,
+        f"Instead there is {others}.": others,
+        compare.ALL_GATHERED: "reduce-scatter" not in sent,
+    }
+    for name in ("reduce-scatter", "all-gather"):
         calls, nbytes = sent.get(name, (0, 0))
-        yield Property(
-            name,
-            f"{nbytes:,} bytes a step by {plural(calls, 'call')}; the weights have {P * 8:,}",
-            P * 8 <= nbytes <= PADDED * P * 8,
-            [*instead, otherwise][0],
-        )
+        text = f"{nbytes:,} bytes a step by {plural(calls, 'call')}; the weights have {P * 8:,}"
+        yield Property(name, text, P * 8 <= nbytes <= PADDED * P * 8, mistakes)
     yield Property("nothing else", others or "is sent", not others)

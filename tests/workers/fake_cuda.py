@@ -71,7 +71,7 @@ def load_device() -> None:
     """Build the C++ once for each torch, and load it: before torch, which asks only once."""
     torch_dir = Path(sysconfig.get_paths()["purelib"]) / "torch"
     lib, made = torch_dir / "lib", (torch_dir / "version.py").stat().st_mtime_ns
-    key = f"{os.getuid()}-{made}-{zlib.crc32(DEVICE_THAT_DOES_NOTHING.encode())}"
+    key = f"{os.getuid()}-{made}-{zlib.crc32(f'{lib} {DEVICE_THAT_DOES_NOTHING}'.encode())}"
     library = Path(tempfile.gettempdir()) / f"flatllama-fake-cuda-{key}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}")
