@@ -57,11 +57,7 @@ def test_a_parameter_that_hugging_face_has_no_name_for():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "config, expected",
-    [(fingerprint.CONFIG, fingerprint.LOGITS), (fingerprint.QWEN3, fingerprint.QWEN3_LOGITS)],
-    ids=["Llama", "Qwen3"],
-)
+@pytest.mark.parametrize("config, expected", fingerprint.MODELS.values(), ids=fingerprint.MODELS)
 def test_the_fingerprint_is_that_of_transformers(config, expected):
     reference = hugging_face_model(config).double()
     weights = dict(with_fixed_weights(Llama(config).double()).named_parameters())
