@@ -141,10 +141,11 @@ def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
 
 DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
-# Seldom drawn is a matrix that is tied and sharded twice; never, gradients of several DDP buckets
-# and another loss.
+# Seldom drawn are a matrix that is tied and sharded twice, and biases without adapters in chunks;
+# never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
-QUICK = named(1, DRAWN[1]) | named(2, DRAWN[2]) | named(4, [*DRAWN[4], TIED])
+BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
+QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED]) | named(4, [*DRAWN[4], TIED])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
 QUICK["2 ranks: several buckets"] = 2, BUCKETS
 for ranks in (1, 2):
