@@ -67,7 +67,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 
 
 def test_initial_weights_follow_what_a_module_says():
-    model = Llama(SMALL)
+    model = Llama(replace(SMALL, qkv_bias=True))
     feed_forward, small = model.layers["1"].feed_forward, 0.02 / math.sqrt(2 * SMALL.n_layers)
     experts = feed_forward.experts = nn.Module()
     experts.first, experts.last = (nn.Linear(64, 64, bias=False) for _ in range(2))
@@ -76,6 +76,7 @@ def test_initial_weights_follow_what_a_module_says():
     assert experts.first.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for layer in (experts.last, feed_forward.w2):
         assert layer.weight.std().item() == pytest.approx(small, rel=0.05)
+    assert not model.layers["1"].attention.wk.bias.any()
     for owner, part, says in (
         # A module says which of its layers do, also if none does.
         (model.norm, nn.Linear(3, 3, bias=False), "'RMSNorm' .* no attribute 'writes_to_stream'"),
