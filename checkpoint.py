@@ -404,7 +404,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
     with directories.new_directory(target) as temporary:
         if format == "gguf":
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
-            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
+            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm", "qkv_bias")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
         elif format == "meta":  # its files have no max_seq_len
             formats.save_meta(temporary, config, stored)

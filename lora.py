@@ -63,9 +63,9 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
+def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
-    `row_scale` is None unless W is in 4 bits."""
+    `row_scale` is None unless W is in 4 bits. DoRA does not scale the bias, as in PEFT."""
     # The product is computed in W's dtype; where W is in 4 bits, in autocast's.
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
@@ -74,12 +74,14 @@ def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
         y = with_adapter(y, F.dropout(flat, dropout), A.to(dtype), B.to(dtype), scale)
     if magnitude is not None:
         y = with_lengths(y, magnitude, norms)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
     return y.unflatten(0, x.shape[:-1])
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer that has an adapter, or is stored in 4 bits, or both. The weight keeps
-    its name.
+    """A frozen linear layer that has an adapter, or is stored in 4 bits, or both. Weight and bias
+    keep their names.
 
     In 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314): W is never updated, so it is rounded
     once, and errors do not add up. It is stored as techniques/nf4.py says, at about 4.13 bits a
@@ -89,7 +91,7 @@ class LoRALinear(nn.Linear):
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
-    # In the order of product's arguments. Those that a layer does not have are None.
+    # All but the bias, in the order of product's arguments. What a layer does not have is None.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
@@ -97,7 +99,7 @@ class LoRALinear(nn.Linear):
         super().__init__(width, out, bias=False, device="meta")
         for name in self.PARAMETERS:
             self.register_parameter(name, None)
-        self.weight = base.weight
+        self.weight, self.bias = base.weight, base.bias
         self.training = base.training
         self.lora = lora
         if bits == 4:
@@ -115,7 +117,7 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         norms = None if self.lora_magnitude is None else self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
-        return self.product(x, *self.ordered_parameters(), norms, dropout)
+        return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias)
 
     def ordered_parameters(self) -> list[nn.Parameter | None]:
         return [getattr(self, name) for name in self.PARAMETERS]
@@ -153,6 +155,7 @@ class LoRALinear(nn.Linear):
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
         placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
+        placements.append(getattr(self.bias, "placements", None))
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -225,8 +228,8 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
         parent, _, attribute = name.rpartition(".")
         if attribute not in (TARGETS if base_bits == 4 else lora.targets):
             continue
-        if not isinstance(layer, nn.Linear) or layer.bias is not None:
-            raise UserError(f"{name} cannot have an adapter: it has a bias, or is no nn.Linear")
+        if not isinstance(layer, nn.Linear):
+            raise UserError(f"{name} cannot have an adapter: it is no nn.Linear")
         layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
         setattr(model.get_submodule(parent), attribute, layer)
 

@@ -50,6 +50,7 @@ class LlamaConfig:
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. Give replace(config, dim=...) head_dim=0, too
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
+    qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -214,9 +215,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.q_dim, config.dim, bias=False)
         norm = partial(RMSNorm, config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
@@ -341,10 +342,10 @@ class Llama(nn.Module):
         """Draw each parameter's initial value on `device`, and call assign(parameter, value).
         `assign` may store only this rank's shard. lora.py initializes adapters and 4-bit matrices.
 
-        Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
-        are smaller by sqrt(2 L), so that the sum of all 2 L outputs starts at the scale of
-        one (Radford et al. 2019). Each value depends on seed, name and shape alone, so a weight
-        starts the same however the model is split. A GPU draws other values than a CPU."""
+        Norms start at 1, biases at 0, matrices at normal(0, 0.02). Matrices that write to the
+        residual stream are smaller by sqrt(2 L), so that the sum of all 2 L outputs starts at the
+        scale of one (Radford et al. 2019). Each value depends on seed, name and shape alone, so a
+        weight starts the same however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():
@@ -356,6 +357,8 @@ class Llama(nn.Module):
                 adds_to_stream = layer_name in parent.writes_to_stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))
+            elif attribute == "bias":
+                value.zero_()
             elif not isinstance(layer, (RMSNorm, nn.RMSNorm)):
                 raise ValueError(f"{name} has no initial value: give it one in Llama.init_weights")
             assign(parameter, value.to(parameter.dtype))

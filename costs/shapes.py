@@ -82,6 +82,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
         if isinstance(layer, nn.Linear):
             per_weight = 6 if layer.weight.requires_grad else 4
             weights += per_weight * layer.in_features * layer.out_features
-            others = [p for p in layer.parameters() if p is not layer.weight and p.requires_grad]
-            weights += 6 * sum(p.numel() for p in others)  # of adapters
+            of_adapter = (p for name, p in layer.named_parameters() if name.startswith("lora_"))
+            weights += 6 * sum(p.numel() for p in of_adapter)
     return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len

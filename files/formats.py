@@ -49,13 +49,13 @@ HF_NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """Return Hugging Face's name of a weight.
+    """Return Hugging Face's name of a weight or a bias.
 
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
-    match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name)
+    match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(weight|bias)", name)
     if not match or match[2] not in HF_NAMES:
         raise UserError(f"a published Llama has no parameter like {name} of model.py")
-    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.weight"
+    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.{match[3]}"
 
 
 def reorder_rows(
@@ -63,11 +63,11 @@ def reorder_rows(
 ) -> Tensor:
     """Return a weight or LoRA factor with its rows in the order of Meta or of Hugging Face.
 
-    RoPE rotates the rows of a head in pairs: rows of wq and wk, of their adapter's B and
-    magnitudes, and of the norms of queries and keys, which all heads share. Meta puts the two rows
-    of a pair next to each other, so that a head is [E/2, 2]; Hugging Face puts row i of a head with
-    row i + E/2: [2, E/2]. `head_shape` is a head's shape before, with -1 for E/2. Any other tensor
-    is returned as it is."""
+    RoPE rotates the rows of a head in pairs: rows of wq and wk, of their biases, of their adapter's
+    B and magnitudes, and of the norms of queries and keys, which all heads share. Meta puts the two
+    rows of a pair next to each other, so that a head is [E/2, 2]; Hugging Face puts row i of a head
+    with row i + E/2: [2, E/2]. `head_shape` is a head's shape before, with -1 for E/2. Any other
+    tensor is returned as it is."""
     *_, matrix, kind = name.split(".")
     heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}.get(matrix)
     if not heads or kind == "lora_A":
@@ -108,7 +108,7 @@ def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: 
 
 
 def check_is_published(config: LlamaConfig, weights: Weights) -> None:
-    """Raise UserError if model.py no longer is a published Llama, or Qwen3: if it has other weights
+    """Raise UserError if model.py no longer is a published Llama or Qwen: if it has other weights
     or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
     for name in weights:
         hf_name(name)
@@ -118,9 +118,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
             f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
             f"exist: a published Llama has no others"
         )
-    logits, small = published.LOGITS, published.CONFIG
-    if config.qk_norm:
-        logits, small = published.QWEN3_LOGITS, published.QWEN3
+    small, logits = published.MODELS[published.model_type(config)]
     if not (published.computes(logits, small) and attends_to_everything(small)):
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
@@ -189,8 +187,6 @@ HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same va
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Values of model_type: whether queries and keys have norms.
-MODEL_TYPES = {"llama": False, "qwen3": True}
 # The only values of a config.json that this project supports, in general and for scaled RoPE.
 SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
 SUPPORTED_SCALING = dict(
@@ -216,9 +212,10 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    if content["model_type"] not in MODEL_TYPES:
-        known = " and ".join(MODEL_TYPES)
+    if content["model_type"] not in published.MODELS:
+        known = ", ".join(published.MODELS)
         raise UserError(f"{path} has model_type {content['model_type']}: only {known} work here")
+    small, _ = published.MODELS[content["model_type"]]
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -234,7 +231,8 @@ def hf_config(directory: Path) -> LlamaConfig:
     width = content.get("head_dim")  # not in every Llama's
     return content.llama_config(
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
-        qk_norm=MODEL_TYPES[content["model_type"]],
+        qk_norm=small.qk_norm,
+        qkv_bias=small.qkv_bias,
         **({} if width is None else {"head_dim": width}),
         **{name: content[key] for name, key in HF_FIELDS.items()},
     )
@@ -312,10 +310,10 @@ def save_hf(
 
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
-    kind = "Qwen3" if config.qk_norm else "Llama"
+    kind = published.model_type(config)
     content = SUPPORTED | {
-        "model_type": kind.lower(),
-        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind,
+        "architectures": [f"{kind.title()}ForCausalLM"],
         **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
@@ -323,6 +321,8 @@ def save_hf(
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if kind == "qwen2":  # which has no such field, and always has biases
+        del content["attention_bias"]
     (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")
     if tokenizer:
         tokenizer.save_published(directory)
@@ -416,8 +416,8 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
     of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
-    if config.qk_norm or config.q_dim != config.dim:
-        raise UserError("Meta's format has no norms of q and k and no head_dim: export to another")
+    if published.model_type(config) != "llama" or config.q_dim != config.dim:
+        raise UserError("Meta's format has no qkv_bias, qk_norm and head_dim: export to another")
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

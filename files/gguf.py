@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from files.formats import to_hf_rows
+from files.published import model_type
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.processes import UserError
@@ -54,14 +55,14 @@ def save_gguf(
     dtype: DType | None = None,
 ) -> None:
     """Write a file, reading one weight at a time: matrices in `dtype`, by default as they are, and
-    norms in float32.
+    norms and biases in float32.
 
     Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
-    `qwen3`."""
+    `qwen2` and `qwen3`."""
     dtype = dtype or weights["tok_embeddings.weight"].dtype
-    if config.qk_norm:
+    if (kind := model_type(config)) != "llama":
         if config.rope_scaling != 1.0:
-            raise UserError("llama.cpp's Qwen3 has no scaled RoPE: give --format hf")
+            raise UserError(f"llama.cpp's {kind} has no scaled RoPE: give --format hf")
         weights = {n: w.map(partial(to_hf_rows, n, config)) for n, w in weights.items()}
     tensors = {gguf_name(name): weight for name, weight in weights.items()}
     if config.rope_scaling != 1.0:
@@ -85,8 +86,8 @@ def save_gguf(
 
 def gguf_name(name: str) -> str:
     """Return llama.cpp's name of a weight: layers.3.attention.wq.weight -> blk.3.attn_q.weight"""
-    layer, weight = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.weight", name).groups()
-    return f"blk.{layer}.{NAMES[weight]}.weight" if layer else f"{NAMES[weight]}.weight"
+    layer, path, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
+    return f"blk.{layer}.{NAMES[path]}.{kind}" if layer else f"{NAMES[path]}.{kind}"
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(config.rope_theta),
     }
-    kind = "qwen3" if config.qk_norm else "llama"
+    kind = model_type(config)
     return {"general.architecture": kind} | {f"{kind}.{key}": v for key, v in shape.items()}
 
 
@@ -162,8 +163,8 @@ def encoded(tensor: Tensor, dtype: DType) -> bytes:
 
 
 def _type_of(tensor: StoredTensor, dtype: DType) -> DType:
-    """Return the type in which to write a tensor: float32 for norms, and float16 for a matrix whose
-    rows are no whole number of blocks."""
+    """Return the type in which to write a tensor: float32 for norms and biases, and float16 for a
+    matrix whose rows are no whole number of blocks."""
     if len(tensor.shape) == 1:
         return torch.float32
     return torch.float16 if dtype == Q8_0 and tensor.shape[-1] % BLOCK else dtype

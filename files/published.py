@@ -13,16 +13,31 @@ from pathlib import Path
 import torch
 
 from model import Llama, LlamaConfig
-from plumbing.processes import print_rank_zero
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import assign_shard
 
 # All that a real model has matters in this one: grouped queries, the epsilon, and each range of
 # Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
 CONFIG = LlamaConfig(32, 4, 4, 2, 40, 64, norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
-QWEN3 = replace(CONFIG, head_dim=12, qk_norm=True)
 TOKENS = torch.arange(600)[None] ** 2 % 61  # [1, T]; longer than a short sliding window
 LOGITS = (-2.065278, -0.008952, -3.993807, -0.007986)  # of vocabulary entries 0 to 3, after TOKENS
-QWEN3_LOGITS = (0.375690, 1.428518, 0.098595, 1.908493)
+# The published models by the model_type of their config.json: a small one, and its logits.
+MODELS = {
+    "llama": (CONFIG, LOGITS),
+    "qwen2": (replace(CONFIG, qkv_bias=True), (2.107521, 0.376267, -0.146369, 4.298876)),
+    "qwen3": (
+        replace(CONFIG, head_dim=12, qk_norm=True),
+        (0.375690, 1.428518, 0.098595, 1.908493),
+    ),
+}
+
+
+def model_type(config: LlamaConfig) -> str:
+    """Return the model_type of the published models that have such blocks, in any size."""
+    for name, (small, _) in MODELS.items():
+        if (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm):
+            return name
+    raise UserError("no published model has qkv_bias and qk_norm: other programs cannot load it")
 
 
 @functools.cache

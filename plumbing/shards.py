@@ -60,8 +60,13 @@ def sharded_over(parameter: Tensor) -> dict[str, int]:
 def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
     """Return the dimension on which each parameter of a layer is sharded, given that of its weight;
     None for a replicated one. A layer with more parameters than a weight, such as LoRALinear, says
-    so in a method `sharded_dims`."""
-    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+    so in a method `sharded_dims`.
+
+    A bias is sharded with the output features. Where input features are sharded, each rank would
+    add it to its partial sum: it is not covered, so that planned_dims refuses it."""
+    dims = getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+    has_bias = getattr(layer, "bias", None) is not None
+    return dims | ({"bias": 0} if has_bias and weight_dim == 0 else {})
 
 
 def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:

@@ -210,7 +210,7 @@ class InChunks(ParallelStyle):
         if hasattr(layer, "product"):
             layer.product = product_in_chunks
         else:
-            layer.forward = lambda x: product_in_chunks(x, layer.weight)
+            layer.forward = lambda x: product_in_chunks(x, layer.weight, layer.bias)
         return layer
 
 

@@ -266,13 +266,13 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
 def make_optimizer(
     model: Llama, parallel: ParallelConfig, lr: float = 5e-3, weight_decay: float = 0.1
 ) -> torch.optim.Optimizer:
-    """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
+    """Return Muon or an AdamW; weight decay applies to matrices and not to vectors."""
     named = optimizer_parameters(model).items()  # names identify their state in checkpoints
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    norms = [(name, p) for name, p in named if p.ndim < 2]
+    vectors = [(name, p) for name, p in named if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}]
-    if norms:  # an adapter has none
-        groups.append({"params": norms, "weight_decay": 0.0})
+    if vectors:  # norms and biases; an adapter has none
+        groups.append({"params": vectors, "weight_decay": 0.0})
     options = dict(lr=lr, betas=(0.9, 0.95))
     if parallel.optimizer == "muon":
         world = getattr(model, "world", None)  # set by parallelize

@@ -152,6 +152,6 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
             if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"
             elif style:
-                remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
+                remedy = "each rank would add it to a partial sum: build the layer with bias=False"
             raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
     return dims

@@ -61,7 +61,7 @@ def hugging_face_model(config, kind: str = "", **more):
     """transformers' model of a LlamaConfig, or a relative of Llama with its sizes."""
     import transformers
 
-    kind = kind or ("Qwen3" if config.qk_norm else "Llama")
+    kind = kind or ("Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama")
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)

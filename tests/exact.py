@@ -137,9 +137,10 @@ def plain_training(key: str) -> dict:
 
 def effective_weights(model: Llama, lora: dict | None) -> dict:
     """Return the weights that a model computes with, by their names in a model without adapters:
-    NF4 codes dequantized, LoRA as W + scale B A, and DoRA's rows scaled to its magnitudes."""
+    NF4 codes dequantized, LoRA as W + scale B A, DoRA's rows scaled to its magnitudes, biases."""
     named = dict(model.named_parameters())
     weights = {name: p for name, p in named.items() if name.endswith(".weight")}
+    biases = {name: p for name, p in named.items() if name.endswith(".bias")}
     weights["output.weight"] = model.output.weight  # not listed where it is tied
     for name, weight in weights.items():
         if (row_scale := named.get(name.replace("weight", "row_scale"))) is not None:
@@ -151,7 +152,7 @@ def effective_weights(model: Llama, lora: dict | None) -> dict:
         if (magnitude := named.get(name.replace("weight", "lora_magnitude"))) is not None:
             norms = weights[name].detach().norm(dim=1)
             weights[name] = (magnitude / norms)[:, None] * weights[name]
-    return weights
+    return weights | biases
 
 
 def plain_adamw(named: dict[str, torch.Tensor], lr: float):

@@ -59,6 +59,7 @@ OPTIONS |= dict(
     tied=(False, True),
     rope_scaling=(1.0, 8.0),
     qk_norm=(False, True),
+    qkv_bias=(False, True),
     generate=(False, True),
 )
 FAST = {1: 12, 2: 14, 4: 10}  # ranks to train on -> how many cases the fast tests take
@@ -89,6 +90,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     if bits == 4 or float8:  # both compute in blocks of features: each rank needs whole ones
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config = config | dict(tie_embeddings=drawn["tied"], rope_scaling=drawn["rope_scaling"])
+    config = config | dict(qkv_bias=drawn["qkv_bias"])
     if drawn["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
         config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
     if parallel.pp > 1:
@@ -139,10 +141,11 @@ def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
 
 DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
-# Seldom drawn is a matrix that is tied and sharded twice; never, gradients of several DDP buckets
-# and another loss.
+# Seldom drawn are a matrix that is tied and sharded twice, and biases without adapters in chunks;
+# never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
-QUICK = named(1, DRAWN[1]) | named(2, DRAWN[2]) | named(4, [*DRAWN[4], TIED])
+BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
+QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED]) | named(4, [*DRAWN[4], TIED])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
 QUICK["2 ranks: several buckets"] = 2, BUCKETS
 for ranks in (1, 2):

@@ -10,7 +10,7 @@ from checkpoint import load_pretrained
 from files import formats
 from files import published as fingerprint
 from files.published import with_fixed_weights
-from model import Llama
+from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 
 # Strings of model.py, and places for more lines.
@@ -52,16 +52,14 @@ def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, c
 
 
 def test_a_parameter_that_hugging_face_has_no_name_for():
+    with pytest.raises(UserError, match="no published model has qkv_bias and qk_norm"):
+        fingerprint.model_type(LlamaConfig(qkv_bias=True, qk_norm=True))
     with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.v_norm\.weight"):
         formats.check_is_published(fingerprint.CONFIG, {"layers.0.attention.v_norm.weight": None})
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "config, expected",
-    [(fingerprint.CONFIG, fingerprint.LOGITS), (fingerprint.QWEN3, fingerprint.QWEN3_LOGITS)],
-    ids=["Llama", "Qwen3"],
-)
+@pytest.mark.parametrize("config, expected", fingerprint.MODELS.values(), ids=fingerprint.MODELS)
 def test_the_fingerprint_is_that_of_transformers(config, expected):
     reference = hugging_face_model(config).double()
     weights = dict(with_fixed_weights(Llama(config).double()).named_parameters())

@@ -29,6 +29,7 @@ from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
+QWEN2 = replace(PLAIN, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)
 QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
 
 
@@ -36,7 +37,7 @@ def transformers_model(config: LlamaConfig):
     torch.manual_seed(0)
     model = hugging_face_model(config, initializer_range=0.2).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):  # so that their order matters
+        if name.endswith(("q_norm.weight", "k_norm.weight", "bias")):  # so that their order matters
             torch.nn.init.uniform_(parameter, 0.5, 2)
     return model
 
@@ -45,8 +46,9 @@ def our_model(config: LlamaConfig, dtype=torch.float32, seed=1, factor=5, norms=
     model = Llama(config)
     model.init_weights(seed)
     with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(factor if p.ndim == 2 else torch.linspace(*norms, len(p)))
+        for name, p in model.named_parameters():
+            vector = torch.linspace(*(-1, 1) if name.endswith("bias") else norms, len(p))
+            p.mul_(factor) if p.ndim == 2 else p.copy_(vector)
     return model.to(dtype)
 
 
@@ -81,7 +83,8 @@ def logits_agree(model: Llama, reference) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN3, 10**9)]
+    "config, file_bytes",
+    [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN2, 30_000), (QWEN3, 10**9)],
 )
 def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
     """Also where config.json is as transformers 4 writes it. What we export is as it was."""
@@ -179,9 +182,9 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
         assert formats.open_meta(tmp_path)[0] == config
 
 
-def test_metas_format_has_no_qwen3(tmp_path):
-    for config in (QWEN3, replace(QWEN3, qk_norm=False)):
-        with pytest.raises(UserError, match="no norms of q and k and no head_dim"):
+def test_metas_format_has_no_qwen(tmp_path):
+    for config in (QWEN2, QWEN3, replace(QWEN3, qk_norm=False)):
+        with pytest.raises(UserError, match="no qkv_bias, qk_norm and head_dim"):
             formats.save_meta(tmp_path, config, {})
 
 
@@ -354,7 +357,12 @@ HF, META = "config.json", "params.json"
 @pytest.mark.parametrize(
     "file, changes, message",
     [
-        (HF, dict(model_type="mistral"), "has model_type mistral: only llama and qwen3 work here"),
+        (
+            HF,
+            dict(model_type="mistral"),
+            "has model_type mistral: only llama, qwen2, qwen3 work here",
+        ),
+        (HF, dict(model_type="qwen2"), "lacks 9 tensor(s): model.layers.0.self_attn.k_proj.bias"),
         (HF, dict(model_type="qwen3"), "lacks 6 tensor(s): model.layers.0.self_attn.k_norm"),
         (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
         (HF, dict(attention_bias=True), "has attention_bias True"),

@@ -31,6 +31,7 @@ pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
 # RoPE turns slowly enough that 300 tokens meet all three ranges of its scaling.
 PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
 SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
+QWEN2 = replace(PLAIN, qkv_bias=True)
 QWEN3 = replace(PLAIN, head_dim=32, qk_norm=True)
 
 
@@ -94,7 +95,9 @@ def exported(directory, config, tokenizer, dtype=None):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [PLAIN, SCALED, QWEN3], ids=["plain", "scaled-tied", "qwen3"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, SCALED, QWEN2, QWEN3], ids=["plain", "scaled-tied", "qwen2", "qwen3"]
+)
 def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
     model, path = exported(tmp_path, config, tokenizer)
     ids = [int(i) for i in torch.randint(600, (300,), generator=torch.Generator().manual_seed(0))]
@@ -186,7 +189,8 @@ def test_blocks_of_zeros_and_halves():
     assert encoded(torch.from_numpy(rows), Q8_0) == expected
 
 
-def test_qwen3_with_scaled_rope_is_refused(tokenizer, tmp_path):
-    scaled = replace(QWEN3, rope_scaling=8.0)
-    with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
+@pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_qwen_with_scaled_rope_is_refused(config, tokenizer, tmp_path):
+    scaled = replace(config, rope_scaling=8.0)
+    with pytest.raises(UserError, match=r"qwen\d has no scaled RoPE"):
         save_gguf(tmp_path / "x", scaled, {}, tokenizer, torch.float32)

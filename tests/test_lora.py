@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,13 +18,17 @@ from plumbing.processes import UserError
 from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
+QWEN2 = replace(CONFIG, rope_scaling=1.0, qkv_bias=True)
 TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
 def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
-    """Return a model with adapters whose factors B, too, are not zero."""
+    """Return a model with adapters whose factors B, and biases, are not zero."""
     model = Llama(config).to(dtype)
     model.init_weights(seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
     add_adapters(model, lora)
     init_adapters(model, seed=2)
     torch.manual_seed(0)
@@ -68,7 +73,7 @@ def merged(layer: LoRALinear) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @torch.no_grad()
 def test_merge(dtype, dora):
-    model = adapted(CONFIG, LoRA(rank=3, alpha=7, dora=dora), dtype)
+    model = adapted(QWEN2, LoRA(rank=3, alpha=7, dora=dora), dtype)
     before = model(TOKENS)
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     assert len(layers) == 14
@@ -120,7 +125,8 @@ def test_norms_of_rows_and_magnitudes_in_bfloat16():
     nn.init.zeros_(layer.lora_B)
     layer.lora_magnitude.copy_(layer.row_norms())
     x, parameters = torch.randn(5, 64), layer.ordered_parameters()[:4]
-    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), layer.row_norms(), 0.0)
+    norms = layer.lora_magnitude.bfloat16(), layer.row_norms()
+    y = layer.product(x, *parameters, *norms, dropout=0.0, bias=None)
     assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
     assert merged(layer).isfinite().all()
 
@@ -140,8 +146,8 @@ def test_recomputation_drops_the_same_again(mode):
 def test_layers_that_cannot_have_an_adapter():
     with pytest.raises(UserError, match="an adapter already"):
         add_adapters(adapted(CONFIG, LoRA()), LoRA())
-    (model := Llama(CONFIG)).layers["1"].attention.wq = nn.Linear(32, 32)
-    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter: it has a bias"):
+    (model := Llama(CONFIG)).layers["1"].attention.wq = nn.Identity()
+    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter: it is no nn\.Lin"):
         add_adapters(model, LoRA())
     with pytest.raises(UserError, match="multiple of 64 weights, not of 96"):
         LoRALinear(nn.Linear(96, 8, bias=False), LoRA(), bits=4)
@@ -180,18 +186,19 @@ def norm_of_gradients(model) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_our_adapters_and_we_load_its(tmp_path, kind):
+@pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
+def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
     peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
     lora = KINDS[kind]
-    model, plain = adapted(CONFIG, lora, torch.float32), Llama(CONFIG)
+    model, plain = adapted(config, lora, torch.float32), Llama(config)
     plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
-    save_hf(base, CONFIG, stored_base(model))
+    save_hf(base, config, stored_base(model))
     save(adapter, model, lora)
-    assert open_adapter(adapter, CONFIG)[0] == lora
-    theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert open_adapter(adapter, config)[0] == lora
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)

@@ -67,7 +67,7 @@ def test_numbers_in_another_dtype_are_rounded_once(dtype):
 
 
 def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
-    model = build(CONFIG, dict(rank=2, targets=("wq",), base_bits=4))
+    model = build(CONFIG | dict(qkv_bias=True), dict(rank=2, targets=("wq",), base_bits=4))
     in_4_bits = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
     named = build(CONFIG).named_parameters()
     matrices = {name for name, p in named if name.startswith("layers.") and p.ndim == 2}

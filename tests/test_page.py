@@ -138,6 +138,8 @@ EXACT = {  # a model, and how it is split
     # Of 258 rows of a rank of tp FSDP pads to 260.
     "FSDP x TP, uneven": (UNEVEN, dict(dp="fsdp", shard=4, tp=2)),
     "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
+    # tp shards a bias with its rows. Of 64 elements of a rank FSDP has 22 in each of 3 shards.
+    "FSDP x TP, biases": (replace(WIDE, qkv_bias=True), dict(dp="fsdp", shard=3, tp=2)),
 }
 
 

@@ -70,7 +70,7 @@ def test_tensor_parallelism_refuses_what_has_no_place():
         refuses("layers.0.attention.v_norm.weight", nn.RMSNorm(10))
         refuses("layers.0.feed_forward.router.weight", nn.Linear(40, 4, bias=False))
         refuses("positions.weight", nn.Embedding(13, 40))
-        refuses("layers.0.attention.wq.bias", nn.Linear(40, 40), "PLAN shards the weight of its")
+        refuses("layers.0.attention.wo.bias", nn.Linear(40, 40), "each rank would add it to a part")
         parameter, remedy = nn.Parameter(torch.ones(40)), "move it into a module of its own"
         refuses("layers.0.attention.gate", parameter, remedy)
         refuses("scale", parameter, remedy)

@@ -1,7 +1,7 @@
-"""Tokenizers of other Llamas and of Qwen3: a tokenizer.json, read by Hugging Face's `tokenizers`.
+"""Tokenizers of other Llamas and of Qwen: a tokenizer.json, read by Hugging Face's `tokenizers`.
 
 Two kinds are read, both byte-pair encodings. A byte-level one has a character for each byte of text
-(SmolLM2, Qwen3). One of SentencePiece's kind (Llama 2, TinyLlama, Yi) has ▁ for a space, often puts
+(SmolLM2, Qwen). One of SentencePiece's kind (Llama 2, TinyLlama, Yi) has ▁ for a space, often puts
 one more before a text, and falls back to bytes for characters that it does not know.
 """
 

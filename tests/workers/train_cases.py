@@ -97,8 +97,12 @@ def build(config: dict, lora: dict | None = None) -> Llama:
 @torch.no_grad()
 def initialize(model: Llama) -> None:
     """Initialize a model as if trained for a while: LoRA's B is not zero, or A would have no
-    gradient; and DoRA's magnitudes are not the norms of the base's rows."""
+    gradient; nor are biases; and DoRA's magnitudes are not the norms of the base's rows."""
     model.init_weights(seed=3, assign=assign_shard)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            generator = generator_for(name, 0, torch.device("cpu"))
+            assign_shard(parameter, torch.randn(parameter.shape, generator=generator))
 
     def matrix(name: str) -> torch.Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
