@@ -159,12 +159,13 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         model = Llama(config)
         add_adapters(model, lora)
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
-    # A matrix without factors is not adapted: its factors are zero. DoRA has magnitudes of each.
-    for layer in {name.rpartition(".")[0] for name in shapes} if not lora.dora else ():
-        names = {peft_name(f"{layer}.{kind}"): f"{layer}.{kind}" for kind in ("lora_A", "lora_B")}
-        if not names.keys() & found.keys():
-            zeros = {n: torch.zeros(shapes[ours]) for n, ours in names.items()}
-            found |= {n: StoredTensor.of(tensor) for n, tensor in zeros.items()}
+    # A matrix without factors is not adapted: they are zero. But DoRA's magnitudes would not be.
+    missing = {name for name in shapes if peft_name(name) not in found}
+    kinds = {name.rpartition(".")[2] for name in shapes}
+    whole = {n for n in missing if missing >= {f"{n.rpartition('.')[0]}.{k}" for k in kinds}}
+    if whole and lora.dora:
+        raise UserError(f"{file} has no {min(whole)}: here DoRA is on all layers")
+    found |= {peft_name(name): StoredTensor.of(torch.zeros(shapes[name])) for name in whole}
     check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
     return lora, {
         name: found[peft_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes

@@ -72,9 +72,7 @@ def find_checkpoint(directory: Path) -> Path:
     for found in (directory, *checkpoints(directory)[-1:]):
         if has_weights(found) or is_meta(found) or is_hf(found):
             if is_adapter(found):
-                note(
-                    f"{found} holds an adapter beside the model: give --adapter {found} to apply it"
-                )
+                note(f"{found} holds an adapter, too: --adapter applies it")
             return found
         if is_adapter(found):
             base = JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"

@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 
 import pytest
 import tiktoken
 import torch
+from conftest import ROOT
 
 import evaluate
 from model import IGNORE
@@ -17,6 +19,7 @@ from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = load_tokenizer("bytes")
+HOME = ROOT / "docs/home.md"
 # A tokenizer of bytes with GPT-2's only special token, and so none for chat.
 VOCAB, SPECIAL = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
 ENCODING = dict(pat_str="(?s:.)", mergeable_ranks=VOCAB, special_tokens=SPECIAL)
@@ -189,6 +192,40 @@ def test_columns_beside_a_conversation(tmp_path, capsys):
         assert answers_of(train) + answers_of(val) == ["0{eot_id}", "1{eot_id}"]
         assert "1 dropped" in summary
     capsys.readouterr()
+
+
+CALL = {"name": "f", "arguments": {}}
+FIELDS = {  # of a line and of its answer -> an instance, and whether it is refused here
+    "system": "s", "history": [["a", "b"]], "weight": 0, "train": False, "null": None,
+    "tools": [CALL], "functions": [CALL], "tool_calls": [{"function": CALL}],
+    "function_call": CALL, "reasoning_content": "R",
+}  # fmt: skip
+REFUSED = {"tools", "functions", "tool_calls", "function_call", "reasoning_content"}
+
+
+def test_the_table_of_fields_is_what_is_read(tmp_path, capsys):
+    """Of docs/home.md, with a template that writes contents alone: each field is in the table, and
+    is read, or refused with its file and line."""
+    rows = re.findall(
+        r"^\| (`.*`) \| (?:a line|an answer|any)", HOME.read_text("utf-8"), re.MULTILINE
+    )
+    named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    assert named == set(FIELDS)
+    for name, value in FIELDS.items():
+        of_answer = name in conversations.MEANT
+        answer = assistant("3") | ({name: value} if of_answer else {})
+        record = {"messages": [user("Add."), answer]} | ({} if of_answer else {name: value})
+        path = write(tmp_path / "a.jsonl", *answering(2), record)
+        reading = Reading(skip_bad=True)
+        if name in REFUSED:
+            with pytest.raises(UserError, match="line 3: the chat template writes nothing of"):
+                opened(path)
+        train, val, *_ = opened(path, reading=reading)
+        assert len(reading.left_out) == (name in REFUSED)
+        answers = answers_of(train) + answers_of(val)
+        found = any(text.endswith("3{eot_id}") for text in answers)
+        assert found == (name not in REFUSED | {"weight", "train"}), name
+        assert "not read" not in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------- targets

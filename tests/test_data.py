@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ENVIRONMENT, ROOT
 from test_chat import BYTES, marked
 
 import data
@@ -123,6 +126,13 @@ def header(*values: int) -> bytes:
         ("a.jsonl", b"{", "line 1"),
         ("a.json", b'[{"text": "x"}, 3]', "element 2: 3 is not a JSON object"),
         ("a.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "a.txt.gz is damaged: "),
+        (
+            "a.json",
+            b'{\n "text": "x"\n}',
+            "one JSON object: give a list of objects, or an object",
+        ),
+        ("a.json", b'{"data": [{"text": "x"}]}', "one JSON object: give the list in 'data', or"),
+        ("a.json", b'[{"text": "x"},\n{"text": "y"}\n', "begins as a list, and is no JSON: is it"),
     ],
 )
 def test_unusable_data_is_refused(tmp_path, name, content, message, monkeypatch):
@@ -154,6 +164,37 @@ def test_compressed_files_and_arrays_are_read_as_their_text(tmp_path):
     assert names == ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz"]  # other .json is rarely text
     bodies = read_pieces([tmp_path / "a.json"], Reading(text_field="body"))
     assert [piece.text for piece in bodies] == [record["body"] for record in records]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.jsonl", "a.json", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_text(name, tmp_path):
+    text, path = "First line\nof two\n", tmp_path / name
+    content = f"\ufeff{text}" if "json" not in name else f"\ufeff{json.dumps({'text': text})}"
+    path.write_bytes(gzip.compress(content.encode()) if ".gz" in name else content.encode())
+    assert "".join(piece.text for piece in read_pieces([path])) == text
+
+
+def test_half_of_a_list_is_left_out_as_a_whole(tmp_path):
+    (path := tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"}\n')
+    assert list(read_pieces([path], reading := Reading(skip_bad=True))) == []
+    assert len(reading.left_out) == 1
+
+
+def test_files_are_utf_8_and_a_terminal_may_lack_letters(tmp_path):
+    """In an ASCII locale and terminal: reading, printing, and names of files."""
+    (text := tmp_path / "é.txt").write_text("naïve café 🙂\n" * 200, encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    flags = ("--data", text, "--tokenizer", "bytes", "--steps", 1, "--warmup", 0, "--batch", 1)
+    flags += ("--seq-len", 32, "--dim", 16, "--n-layers", 1, "--n-heads", 1, "--n-kv-heads", 1)
+    flags += ("--ffn-dim", 16, "--no-compile", "--out", tmp_path / "out")
+    prompt = ("--prompt", "é🙂", "--max-new-tokens", 3, "--temperature", 1e-40)
+    for command in (["train.py", *flags], ["generate.py", tmp_path / "out", *prompt]):
+        line = [sys.executable, *map(str, command)]
+        environment = ENVIRONMENT | ascii_only | {"FLATLLAMA_CACHE": str(tmp_path / "cache")}
+        run = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+        assert run.returncode == 0, run.stderr.decode()
+        assert run.stdout.isascii() and run.stderr.isascii()
+    assert run.stdout.startswith(b"??")
 
 
 def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, capsys):

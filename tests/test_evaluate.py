@@ -264,6 +264,11 @@ def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
         ('{"question": "a", "choices": "bc", "answer": 0}', "\"choices\" is 'bc': give a list"),
         ('{"question": "a", "choices": ["b", 3], "answer": 0}', "a choice is 3: give it as a str"),
         ('{"question": "a", "choices": ["b"], "answer": 1}', '"answer" is 1: give the number of a'),
+        (
+            '{"question": "a", "choices": ["b", "c"], "answer": true}',
+            '"answer" is True: give the n',
+        ),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 1.0}', '"answer" is 1.0: give the n'),
         ('{"question": "a"}', '"answer" is None: give it as a string'),
         ('{"question": "a", "answer": "b\\nc"}', '"answer" has several lines: give one'),
         ('{"question": "%s", "answer": "b"}' % ("1 " * 300), "and the model reads 256: leave"),

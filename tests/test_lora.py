@@ -211,6 +211,36 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     logits_agree(plain, theirs, model)
 
 
+SOME = [
+    r".*layers\.1.*\.(q_proj|up_proj)", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj"],
+    dict(target_modules=["v_proj", "o_proj"], layers_to_transform=[1]),
+    dict(target_modules="all-linear", exclude_modules=r".*layers\.0.*"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("some", SOME, ids=str)
+def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
+    save_hf(tmp_path, CONFIG, stored_base(plain))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    settings = some if isinstance(some, dict) else dict(target_modules=some)
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    theirs = peft.get_peft_model(theirs, config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    load_adapter(plain, tmp_path / "adapter")
+    torch.testing.assert_close(plain.eval()(TOKENS), theirs(TOKENS).logits)
+
+
+def test_dora_of_some_layers_is_refused(tmp_path):
+    save(tmp_path, adapted(CONFIG, LoRA(dora=True)), LoRA(dora=True))
+    found = open_safetensors(tmp_path / PEFT_FILES[1])
+    copies = {n: StoredTensor.of(t.read().clone()) for n, t in found.items() if "layers.1" in n}
+    save_safetensors(tmp_path / PEFT_FILES[1], copies, {})
+    with pytest.raises(UserError, match=r"has no layers\.0.* here DoRA is on all layers"):
+        load_adapter(Llama(CONFIG), tmp_path)
+
+
 def with_more(module: str):
     return lambda found: found | {f"base_model.model.{module}.lora_A.weight": found[min(found)]}
 
@@ -220,6 +250,7 @@ WRONG = {  # name: a change of the tensors, and what is said
     "lacks": (lambda found: dict(list(found.items())[1:]), "are not this Llama's"),
     "unknown": (with_more("score"), "are not this Llama's"),
     "lm_head": (with_more("lm_head"), "changes lm_head: here an adapter changes matrices"),
+    "resized": (with_more("model.embed_tokens"), "changes embed_tokens: here an adapter changes"),
     "shape": (lambda old: old | {max(old): StoredTensor.of(torch.ones(8, 8))}, "other shapes"),
 }
 

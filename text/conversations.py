@@ -159,7 +159,8 @@ def _message(message: object, which: str) -> Message:
     except (KeyError, TypeError, ValueError):
         given = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
         raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {given}')
-    if content is not None or (not calls and "function_call" not in message):
+    message["content"] = content
+    if content is not None or not (calls or "function_call" in message):
         message["content"] = check_string(content, f'{which} has the "content"')
         if ROLES[role] == "assistant" and not (content.strip() or calls):
             raise UserError(f"{which} is an empty answer: write one, or leave the line out")
