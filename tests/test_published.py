@@ -464,3 +464,32 @@ def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="pip install tokenizers"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("tokenizer_config.json", {"chat_template": 3}, "has a chat template that is no text: 3"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default"}]},
+            "that is no text: None",
+        ),
+        ("tokenizer_config.json", {"chat_template": [1, {"name": "rag"}]}, ""),
+        ("tokenizer_config.json", {"eos_token": {"x": 1}, "bos_token": 7, "add_bos_token": 1}, ""),
+        ("tokenizer_config.json", [], "is damaged: it is not a JSON object"),
+        ("generation_config.json", {"eos_token_id": ["a", [1], 10**9, None, -1]}, ""),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}, ""),
+    ],
+)
+def test_settings_of_another_type_are_refused_or_left_out(name, content, says, tmp_path):
+    directory = write(tmp_path, "yi")
+    (directory / name).write_text(json.dumps(content))
+    if says:
+        with pytest.raises(UserError, match=says):
+            load_tokenizer(str(directory))
+    else:
+        tokenizer = load_tokenizer(str(directory))
+        assert tokenizer.stop == (tokenizer.special["</s>"],)
+        assert tokenizer.names.keys() <= {"bos_token", "eos_token"}
+        assert encode(TALK, tokenizer)[0]

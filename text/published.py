@@ -59,7 +59,7 @@ class PublishedTokenizer(Tokenizer):
         self.vocab_size, self.beginning = max(self.pieces) + 1, self._ids_before_a_text()
         # A token that ends a text need not be special in the file.
         end = read_settings(path.parent).get("eos_token")
-        end = end["content"] if isinstance(end, dict) else end
+        end = str(end.get("content") if isinstance(end, dict) else end)
         if end in tokens:
             self.special[end] = tokens[end]["id"]
             self.inner.add_special_tokens([end])

@@ -28,10 +28,9 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 # Forms for models without a template: ChatML if there are tokens for it, else headings in plain
-# text. Neither has a place for what a tool has put out.
+# text.
 CHATML = (
-    "{% for message in messages %}{% if message['role'] == 'tool' %}"
-    "{{ raise_exception('it has no form for what a tool has put out') }}{% endif %}"
+    "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -43,12 +42,11 @@ HEADINGS = (
 )
 SECONDS, MEMORY, LENGTH = 10, 1 << 30, 1 << 24  # that a template may take: bytes, characters
 # Files beside a tokenizer that say how it is used.
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-SETTINGS = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".split()
 
 
-def read_settings(directory: Path, name: str = CONFIG) -> dict:
-    """Return the content of a file of settings; nothing if there is none."""
+def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
+    """Return the content of one of the SETTINGS; nothing if there is none."""
     return read_json(directory / name) if (directory / name).is_file() else {}
 
 
@@ -59,7 +57,10 @@ def chat_template(directory: Path) -> str:
         return jinja.read_text("utf-8")
     template = read_settings(directory).get("chat_template") or ""
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+        named = (entry for entry in template if isinstance(entry, dict))
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default", "")
+    if not isinstance(template, str):
+        raise UserError(f"{directory} has a chat template that is no text: {template!r:.60}")
     return template
 
 
@@ -96,7 +97,7 @@ def _compiled(template: str):
     except ImportError:
         raise UserError("chats need a package that torch needs, too: pip install jinja2")
 
-    def raise_exception(message: str) -> None:
+    def raise_exception(message: str):
         raise TemplateError(message)
 
     def tojson(value, indent=None, **_) -> str:

@@ -26,14 +26,7 @@ import tiktoken
 from plumbing.json_files import read_json
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
-from text.templates import (
-    CONFIG,
-    GENERATION,
-    SETTINGS,
-    chat_template,
-    default_template,
-    read_settings,
-)
+from text.templates import SETTINGS, chat_template, default_template, read_settings
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -107,12 +100,14 @@ class Tokenizer:
             self.files[f"tokenizer.{kind}"] = self.file.read_bytes()
             self.files |= {n: (home / n).read_bytes() for n in SETTINGS if (home / n).is_file()}
             for name, token in read_settings(home).items():
-                if name.endswith("_token") and token:
-                    self.names[name] = token["content"] if isinstance(token, dict) else token
+                text = token.get("content") if isinstance(token, dict) else token
+                if name.endswith("_token") and isinstance(text, str):
+                    self.names[name] = text
             self.template = chat_template(home)
-            ends = read_settings(home, GENERATION).get("eos_token_id")
-        ends = [i for i in (ends if isinstance(ends, list) else [ends]) if i in self.pieces]
-        self.stop = tuple(dict.fromkeys([*self.stop, *ends]))
+            ends = read_settings(home, "generation_config.json").get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        more = (i for i in ends if isinstance(i, int) and i in self.pieces)
+        self.stop = tuple(dict.fromkeys([*self.stop, *more]))
         self.template = self.template or default_template(self.special, bool(self.beginning))
 
     @functools.cached_property
@@ -183,18 +178,22 @@ class Tokenizer:
         """Write the files for transformers: what is missing is made, and what a chat needs beyond a
         base's is added, which is a template and the tokens that end an answer."""
         self.save(directory)
+
+        def add(name: str, content: str | dict) -> None:
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (directory / name).write_text(text, "utf-8")
+
         if self.files and "tokenizer.json" not in self.files:
-            content = json.dumps(_published(self), ensure_ascii=False)
-            (directory / "tokenizer.json").write_text(content, "utf-8")
-        if self.files and CONFIG not in self.files:
-            config = dict(tokenizer_class="PreTrainedTokenizerFast", **self.names)
-            config["clean_up_tokenization_spaces"] = False
-            (directory / CONFIG).write_text(json.dumps(config, indent=1), "utf-8")
+            add("tokenizer.json", _published(self))
+        if self.files and "tokenizer_config.json" not in self.files:
+            kind = dict(
+                tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False
+            )
+            add("tokenizer_config.json", kind | self.names)
         if not chat_template(directory):
-            (directory / "chat_template.jinja").write_text(self.template, "utf-8")
-        if settings := read_settings(directory, GENERATION):
-            settings["eos_token_id"] = list(self.stop)
-            (directory / GENERATION).write_text(json.dumps(settings, indent=2), "utf-8")
+            add("chat_template.jinja", self.template)
+        if settings := read_settings(directory, "generation_config.json"):
+            add("generation_config.json", settings | {"eos_token_id": list(self.stop)})
 
 
 # -------------------------------------------------------------------------------------- loading
