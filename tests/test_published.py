@@ -491,5 +491,5 @@ def test_settings_of_another_type_are_refused_or_left_out(name, content, says, t
     else:
         tokenizer = load_tokenizer(str(directory))
         assert tokenizer.stop == (tokenizer.special["</s>"],)
-        assert tokenizer.names.keys() <= {"bos_token", "eos_token"}
+        assert all(isinstance(text, str) for text in tokenizer.names.values())
         assert encode(TALK, tokenizer)[0]

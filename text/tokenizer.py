@@ -108,7 +108,11 @@ class Tokenizer:
         ends = ends if isinstance(ends, list) else [ends]
         more = (i for i in ends if isinstance(i, int) and i in self.pieces)
         self.stop = tuple(dict.fromkeys([*self.stop, *more]))
-        self.template = self.template or default_template(self.special, bool(self.beginning))
+        if not self.template:
+            self.template = default_template(self.special, bool(self.beginning))
+            name_of = {i: name for name, i in self.special.items()}
+            own = {"bos_token": name_of.get(self.bos, ""), "eos_token": name_of[self.stop[0]]}
+            self.names = own | self.names
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern:
