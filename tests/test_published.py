@@ -229,7 +229,8 @@ def templates() -> dict[str, str]:
             "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content or '' }}"
             "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
             "{{ '<|im_end|>\n' }}", asked,
-            "{% if tools %}{{ tools | tojson(indent=2) }}<|im_end|>{% endif %}"),
+            "{% if tools %}{{ tools | tojson(indent=1, separators=(',', ':')) }}<|im_end|>"
+            "{% endif %}"),
     }  # fmt: skip
 
 
@@ -249,6 +250,9 @@ def test_every_template_is_run(name, tmp_path):
         assert_chats_agree(ours, theirs, talk)
     ids, _ = encode(SPACES, ours)  # a heading's line end and spaces after it may be one token
     assert ids == theirs.apply_chat_template(SPACES, return_dict=False)[: len(ids)]
+    ids, is_target = encode(SPACES, ours)
+    said = ours.decode([i for i, on in zip(ids, is_target) if on])
+    assert "    return x" in said or name == "trims"
     assert ("    return x\n\n" in ours.decode(ids)) == (name != "trims")
     if name == "tools":
         call = {"type": "function", "function": {"name": "f", "arguments": {"é": "<|im_end|>"}}}

@@ -111,7 +111,10 @@ def encode(
         if not text.startswith(prompt):
             asked = f"asks for message {i + 1} by {prompt[-30:]!r}"
             raise UserError(f"the chat template {asked}, and has something else before it")
-        start = len(to_ids(prompt, guard, tokenizer))
+        # A token of the heading may have grown by the first letters of the answer: it is a target.
+        asked = to_ids(prompt, guard, tokenizer)
+        differ = (j for j, (one, other) in enumerate(zip(asked, ids)) if one != other)
+        start = next(differ, len(asked))
         ends = (j + 1 for j in range(start, len(ids)) if ids[j] in tokenizer.stop)
         if start < end or not (end := next(ends, 0)):
             raise UserError(

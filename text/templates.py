@@ -100,8 +100,8 @@ def _compiled(template: str):
     def raise_exception(message: str):
         raise TemplateError(message)
 
-    def tojson(value, indent=None, **_) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value, ensure_ascii=False, **options) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
