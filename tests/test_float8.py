@@ -95,11 +95,14 @@ def test_scales_of_blocks_in_the_order_of_a_gpu():
             assert tiles[place].float() == scales[r, c]
 
 
-def test_which_gpus_multiply_in_8_bits():
+def test_which_gpus_multiply_in_8_bits(monkeypatch):
     without_blocks = (float8.float8_recipes(capability) for capability in ((8, 9), (9, 0), (12, 0)))
     assert float8.float8_recipes((8, 0)) == () and set(without_blocks) == {RECIPES[:2]}
     assert float8.float8_recipes((10, 0)) == float8.float8_recipes((10, 3)) == RECIPES
-    assert not float8.has_float8(torch.device("cpu"), torch.bfloat16, "rowwise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kinds = ("cpu", torch.bfloat16), ("cuda", torch.float32), ("cuda", torch.bfloat16)
+    found = [float8.has_float8(torch.device(name), dtype, "rowwise") for name, dtype in kinds]
+    assert found == [False, False, True]
 
 
 @pytest.mark.parametrize(

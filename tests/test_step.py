@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import ParallelConfig, flags_of
 from costs.page import holds
-from model import PRESETS, Llama
+from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
 from perf.instruments import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
@@ -133,6 +133,16 @@ def test_a_parameter_without_a_gradient_is_named(world):
     optimizer = make_optimizer(model, ParallelConfig())
     with pytest.raises(UserError, match=r"layers\.1\.attention\.unused\.weight got no gradient"):
         train_step(model, optimizer, random_batch(CONFIG, 1, 8), 1, 1.0, world, step=1)
+
+
+def test_the_gradient_of_a_single_target_is_not_scaled(world):
+    model, batch = Llama(CONFIG), random_batch(CONFIG, 2, 8)
+    model.init_weights()
+    batch.targets.view(-1)[1:] = IGNORE
+    gradients = torch.autograd.grad(model(*batch.inputs), [*model.parameters()])
+    optimizer = make_optimizer(model, ParallelConfig())
+    norm = train_step(model, optimizer, batch, 1, 1.0, world, step=1).grad_norm
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
 
 
 def test_a_measured_step_has_the_optimizer_of_its_configuration(world):
