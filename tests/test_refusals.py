@@ -117,7 +117,7 @@ REFUSALS = """
 1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
 1 | generate.py {base} --temperature=-1 | --temperature: expected a number of at least 0
 1 | generate.py {base} --tokenizer {other} | trained with another tokenizer than ... other.model
-1 | generate.py {base} --max-new-tokens 256 | more than the 256 tokens
+1 | generate.py {base} --prompt 🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂 | --max-new-tokens 200 are more
 1 | generate.py {base} --system Hi | --system ... give --chat, too
 2 | generate.py {base} --chat | a conversation needs one process: run python generate.py
 1 | generate.py {bare} --prompt a | has no tokenizer.model: give its --tokenizer
