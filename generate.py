@@ -203,15 +203,18 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
         with contextlib.suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401 (gives `input` a line editor and a history)
         print("Ctrl-C stops an answer, Ctrl-D ends the conversation", file=sys.stderr)
+    is_stopped = False
     with plumbing.endings.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
         while True:
-            try:
+            try:  # also around the line end, at which Ctrl-C may come once more
+                print("\n" * is_stopped, end="")
+                is_stopped = False
                 text = input("> " if in_terminal else "")
                 if text.strip():
                     messages = answer(model, tokenizer, messages, text, **options)
                     options["seed"] += 1  # every answer is sampled with random numbers of its own
             except KeyboardInterrupt:
-                print()
+                is_stopped = True
             except UserError as error:
                 print(f"{error}: type a shorter message", file=sys.stderr)
             except EOFError:

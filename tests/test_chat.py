@@ -151,6 +151,10 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
         ({"messages": [TALK[0], assistant("a")], "system": "b"}, 'both a "system" and a system'),
         (ALPACA | {"history": [["a"]]}, '"history" is no list of [question, answer]'),
         (ALPACA | {"history": "no"}, '"history" is no list of [question, answer]'),
+        (ALPACA | {"history": ["ab"]}, '"history" is no list of [question, answer]'),
+        (ALPACA | {"history": [user("a")]}, '"history" is no list of [question, answer]'),
+        (ALPACA | {"tools": [1], "functions": [1]}, "both tools and functions: leave one of"),
+        ({"messages": [user("a") | {"value": "b"}, assistant("b")]}, "content by two names"),
         (ALPACA | {"history": [["a", " "]]}, "message 2 is an empty answer"),
         (ALPACA | {"weight": 0.5}, '"weight" is 0.5: give 0 or 1'),
         ({"messages": [user("a"), assistant("b") | {"train": "no"}]}, "\"train\" is 'no': give 0"),
@@ -201,6 +205,24 @@ FIELDS = {  # of a line and of its answer -> an instance, and whether it is refu
     "function_call": CALL, "reasoning_content": "R",
 }  # fmt: skip
 REFUSED = {"tools", "functions", "tool_calls", "function_call", "reasoning_content"}
+
+
+def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
+    """Arguments as text are read; empty reasoning is none; a "training" that is not read is named;
+    a text may have any characters."""
+    for given, read in ((' {"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1})):
+        call = {"function": {"name": "f", "arguments": given}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        found = read_one({"messages": [user("a"), answer]}, tmp_path)
+        assert found[1]["tool_calls"][0]["function"]["arguments"] == read
+    call["function"]["arguments"] = "[" * 100_000
+    with pytest.raises(UserError, match='has the "tool_calls"'):
+        read_one({"messages": [user("a"), answer]}, tmp_path)
+    private = "".join(map(chr, range(0xE000, 0xF900))) + "\ue000\ue000<|eot_id|>"
+    answer = assistant(private) | {"reasoning_content": "", "tool_calls": [], "training": False}
+    read = read_one({"messages": [user("a"), answer]}, tmp_path)
+    assert target_text(*encode(read, BYTES)) == f"{private}{{eot_id}}"
+    assert "not read: training" in capsys.readouterr().err
 
 
 def test_the_table_of_fields_is_what_is_read(tmp_path, capsys):

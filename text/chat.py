@@ -34,6 +34,7 @@ from text.templates import render
 from text.tokenizer import Tokenizer
 
 Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
+PRIVATE = "\ue000"  # a character that Unicode leaves to private use
 
 # ----------------------------------------------------------------- from conversations to tokens
 
@@ -42,25 +43,49 @@ def write_out(
     messages: Conversation, tokenizer: Tokenizer, asks: bool = False, tools: list | None = None
 ) -> str:
     """Return what the tokenizer's chat template writes. It `asks` if the heading of an answer
-    follows. Raise UserError where the template leaves out a message."""
-    given = [{key: m[key] for key in m if key != "train"} for m in messages]
+    follows."""
+    given = [{k: v for k, v in m.items() if v is not None and k != "train"} for m in messages]
     options = dict(tools=tools, add_generation_prompt=asks, **tokenizer.names)
-    text, end = render(tokenizer.template, messages=given, **options), 0
-    for i, message in enumerate(given, 1):
+    return render(tokenizer.template, messages=given, **options)
+
+
+def write_marked(
+    text: str, messages: Conversation, tokenizer: Tokenizer, guard: str, asks: bool, tools
+) -> str:
+    """Return what the template writes with a mark, the message's number between guards, in place
+    of each content. `text` is what it writes with the contents: raise UserError where a part of one
+    is left out."""
+    numbered = list(enumerate(messages, 1))
+    marks = [m | {"content": f"{guard}{i}{guard}"} if m.get("content") else m for i, m in numbered]
+    marked = write_out(marks, tokenizer, asks, tools)
+    for i, message in numbered:
         content = (message.get("content") or "").strip()
-        if (start := text.find(content, end)) < 0:
-            raise UserError(f"the chat template leaves out message {i}, of the {message['role']}")
-        end = start + len(content)
-    return text
+        forms = content, json.dumps(content, ensure_ascii=False)[1:-1]  # some write JSON of it
+        if content and (f"{guard}{i}{guard}" not in marked or all(f not in text for f in forms)):
+            raise UserError(
+                f"the chat template leaves out message {i}, of the {message['role']}, or a part of "
+                f"it: leave it out, too, or divide the conversation there"
+            )
+    return marked
+
+
+def needs(text: str, messages: Conversation, tokenizer: Tokenizer, tools: list | None) -> bool:
+    """Return whether the template, given less than what it has written `text` of, writes something
+    else, or cannot write at all."""
+    try:
+        return write_out(messages, tokenizer, tools=tools) != text
+    except UserError:
+        return True
 
 
 def guarded(
     messages: Conversation, tools: list | None, tokenizer: Tokenizer
 ) -> tuple[Conversation, list | None, str]:
-    """Return a conversation and its tools in which no text is the name of a special token: a
-    character that occurs nowhere else stands inside such names. It is returned, too."""
-    text = json.dumps([messages, tools], ensure_ascii=False)
-    guard = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # for private use
+    """Return a conversation and its tools in which no text is the name of a special token: a guard,
+    which occurs nowhere else, stands inside such names. It is returned, too."""
+    text, guard = json.dumps([messages, tools], ensure_ascii=False), PRIVATE
+    while guard in text:
+        guard += PRIVATE
     for name in tokenizer.special:
         text = text.replace(name, name[0] + guard + name[1:])
     return *json.loads(text), guard
@@ -93,24 +118,29 @@ def encode(
     conversation, or does not tell an answer from the rest."""
     messages, tools, guard = guarded(messages, tools, tokenizer)
     text = write_out(messages, tokenizer, tools=tools)
+    marked = write_marked(text, messages, tokenizer, guard, False, tools)
     for name in MEANT:
-        without = [{key: m[key] for key in m if key != name} for m in messages]
-        if without != messages and write_out(without, tokenizer, tools=tools) == text:
+        fewer = [{key: m[key] for key in m if key != name} for m in messages]
+        if fewer != messages and not needs(text, fewer, tokenizer, tools):
             raise UserError(f"the chat template writes nothing of {name}: leave it out")
-    if tools and write_out(messages, tokenizer) == text:
+    if tools and not needs(text, messages, tokenizer, None):
         raise UserError("the chat template writes nothing of tools: leave them out")
     ids = to_ids(text, guard, tokenizer)
     is_target, end = [train_on_prompt] * len(ids), 0
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if i == 0:  # of which nothing asks
-            prompt = text[: text.index(message.get("content", "").strip())]
-        else:
+        if i > 0:
             prompt = write_out(messages[:i], tokenizer, asks=True, tools=tools)
+        elif message.get("content"):  # nothing asks for it
+            prompt = marked[: marked.index(f"{guard}1{guard}")]
+        else:
+            raise UserError("the conversation begins with a call: let a message come before it")
         if not text.startswith(prompt):
-            asked = f"asks for message {i + 1} by {prompt[-30:]!r}"
-            raise UserError(f"the chat template {asked}, and has something else before it")
+            raise UserError(
+                f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and has something "
+                f"else before it"
+            )
         # A token of the heading may have grown by the first letters of the answer: it is a target.
         asked = to_ids(prompt, guard, tokenizer)
         differ = (j for j, (one, other) in enumerate(zip(asked, ids)) if one != other)
@@ -132,10 +162,13 @@ def encode_prompt(
     messages: Conversation, tokenizer: Tokenizer, tools: list | None = None
 ) -> list[int]:
     """Return the ids of a conversation up to where the model is to answer, without a last message
-    that is an answer. `encode` of the whole conversation begins with the same ids."""
+    that is an answer. `encode` of the whole conversation begins with the same ids, unless a token
+    of the heading grows by the first letters of the answer."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     prompt, tools, guard = guarded(prompt, tools, tokenizer)
-    return to_ids(write_out(prompt, tokenizer, True, tools), guard, tokenizer)
+    text = write_out(prompt, tokenizer, True, tools)
+    write_marked(text, prompt, tokenizer, guard, True, tools)
+    return to_ids(text, guard, tokenizer)
 
 
 def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:

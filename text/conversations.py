@@ -64,7 +64,7 @@ def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
     last answer are left out, since they have no targets. Raise UserError where a line is something
-    else. A note names the fields that nothing here reads and that hold text or messages."""
+    else. A note names the fields that nothing here reads and that may mean something."""
     unread = set()
     for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
@@ -79,8 +79,10 @@ def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a field holds text, or a list of messages."""
-    return isinstance(value, str) or (isinstance(value, list) and isinstance([*value, 0][0], dict))
+    """Return whether a field holds text, yes or no, or a list of messages."""
+    return isinstance(value, str | bool) or (
+        isinstance(value, list) and isinstance([*value, 0][0], dict)
+    )
 
 
 def _conversation(record: dict, where: str) -> Conversation:
@@ -100,11 +102,11 @@ def _conversation(record: dict, where: str) -> Conversation:
         messages = _one_turn("\n\n".join(filter(None, prompts)), said)
     if not isinstance(messages, list):
         raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
-    try:
-        turns = [_one_turn(question, reply) for question, reply in record.get("history", [])]
-    except (TypeError, ValueError):
+    turns = record.get("history", [])
+    if not isinstance(turns, list) or any(not isinstance(t, list) or len(t) != 2 for t in turns):
         raise UserError(f'{where}: "history" is no list of [question, answer]')
-    numbered = enumerate([*itertools.chain(*turns), *messages], 1)
+    earlier = itertools.chain(*(_one_turn(*turn) for turn in turns))
+    numbered = enumerate([*earlier, *messages], 1)
     checked = [_message(message, f"{where}: message {i}") for i, message in numbered]
     if system := check_string(record.get("system", ""), f'{where}: "system" is'):
         if checked and checked[0]["role"] == "system":
@@ -135,6 +137,8 @@ def _counts(fields: dict, where: str) -> bool:
 def _tools(record: dict, where: str) -> list | None:
     """Return the tools of a line, which may be a list or JSON of one; None if it has none."""
     tools = record.get("tools") or record.get("functions") or None
+    if record.get("tools") and record.get("functions"):
+        raise UserError(f"{where}: both tools and functions: leave one of them out")
     with contextlib.suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list | None):
@@ -146,7 +150,9 @@ def _message(message: object, which: str) -> Message:
     """Return a message of a conversation file. Raise UserError if it is not valid."""
     if not isinstance(message, dict):
         raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: v for key, v in message.items() if v or (v is not None and key not in MEANT)}
+    if len(message.keys() & {*itertools.chain(*MESSAGE_KEYS)}) > 2:
+        raise UserError(f"{which} has its role or content by two names: leave one of them out")
     role, content = (message.pop(a, message.pop(b, None)) for a, b in MESSAGE_KEYS)
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
@@ -154,9 +160,9 @@ def _message(message: object, which: str) -> Message:
     try:
         for call in (calls := message.get("tool_calls", [])):
             function = call["function"]  # whose arguments templates take as they are, not as text
-            if isinstance(function["arguments"], str):
-                function["arguments"] = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         given = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
         raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {given}')
     message["content"] = content

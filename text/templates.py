@@ -13,6 +13,7 @@ import re
 import resource
 import signal
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 from plumbing.json_files import read_json
@@ -41,6 +42,7 @@ HEADINGS = (
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
 SECONDS, MEMORY, LENGTH = 10, 1 << 30, 1 << 24  # that a template may take: bytes, characters
+TODAY = date(2024, 7, 26)  # Llama 3's default. What a run trains on does not depend on the day
 # Files beside a tokenizer that say how it is used.
 SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".split()
 
@@ -107,9 +109,12 @@ def _compiled(template: str):
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = TODAY.strftime
     environment.filters["tojson"] = tojson
-    # It marks answers, which are found otherwise here.
-    return environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template))
+    # Tags of transformers around answers, which are found otherwise here.
+    for tag, by in (("generation", "if true"), ("endgeneration", "endif")):
+        template = re.sub(rf"(\{{%[-+]?)\s*{tag}\s*([-+]?%\}})", rf"\1 {by} \2", template)
+    return environment.from_string(template)
 
 
 @contextlib.contextmanager

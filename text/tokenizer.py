@@ -345,9 +345,10 @@ def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
             and theirs.get("normalizer") is None
             and theirs["pre_tokenizer"] == ours["pre_tokenizer"]
             and model.items() >= ours["model"].items()
+            and not any(value for key, value in model.items() if key not in ours["model"])
             and len(theirs["added_tokens"]) == len(ours["added_tokens"])
             and all(
-                a["id"] == b["id"] and a["content"] in (b["content"], *RESERVED) and a["special"]
+                a["content"] in (b["content"], *RESERVED) and a | {"content": b["content"]} == b
                 for a, b in zip(theirs["added_tokens"], ours["added_tokens"])
             )
         )
