@@ -138,8 +138,8 @@ def encode(
             raise UserError("the conversation begins with a call: let a message come before it")
         if not text.startswith(prompt):
             raise UserError(
-                f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and has something "
-                f"else before it"
+                f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and what it has "
+                f"before it is something else"
             )
         # A token of the heading may have grown by the first letters of the answer: it is a target.
         asked = to_ids(prompt, guard, tokenizer)
