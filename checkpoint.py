@@ -49,7 +49,6 @@ from files.adapters import (
     is_adapter,
     merged_weights,
     open_adapter,
-    peft_name,
     save_adapter,
 )
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
@@ -129,9 +128,6 @@ class Saver(contextlib.AbstractContextManager):
         OUT, or if OUT has too little space for a checkpoint."""
         is_new = not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
-        if self.lora:
-            for name in weights:
-                peft_name(name)  # refuses one that PEFT's files have no name for
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
