@@ -185,7 +185,7 @@ def causes(phase: str, parallel: ParallelConfig) -> str:
 # ------------------------------------------------------------------------- at the start of a run
 
 
-def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None:
+def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Callable) -> None:
     """Raise UserError on all ranks if the gradients of a small model are not the slope of its loss,
     or if it does not train as model.py says."""
     if world.device.type == "mps":  # which has no float64
@@ -198,18 +198,19 @@ def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None
             check_attend(small_config(config))
     except MODEL_ERRORS as error:
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
-    n_layers, rows, length = 4, 1, 768  # several chunks of the loss, and longer than a short window
+    n_layers, rows, length = 4, 1, 769  # several chunks of the loss, and longer than a short window
     if pp > 1:
         n_layers = config.n_layers  # so that stages begin where those of the run do
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
         length = length if cp > 1 else 8  # a pipeline of many microbatches would take seconds
     world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
+    one_by_one, cases = partial(accumulate, microbatch=1), [(length, False)]
+    if cp > 1:  # where code of its own masks documents, and ranks see other lengths than a process
+        cases.append((min(seq_len, 2048), True))
     multiple = 2 * cp * tp  # which these ranks share evenly
-    T = (length // multiple + 1) * multiple
-    one_by_one = partial(accumulate, microbatch=1)
-    # Documents are masked by attend, but under --cp by code of its own.
-    for packed in (False, True) if cp > 1 else (False,):
+    for length, packed in cases:
+        T = math.ceil(length / multiple) * multiple
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
         try:
@@ -241,21 +242,22 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
     model = Llama(config).double()
     model.init_weights()  # raises for a parameter without an initial value
     with_fixed_weights(model).to(device)
-    batch = small_batch(1, 8, config).to(device)
+    batch = small_batch(2, 8, config).to(device)
     tokens, targets, _ = batch.inputs
     if is_random(model.train(), batch) and is_random(model.eval(), batch):
         raise UserError(
-            "model.py draws random numbers in evaluation, too: give its dropout the condition "
-            "self.training, as nn.Dropout has it"
+            "model.py computes another loss each time, in evaluation, too: give its dropout the "
+            "condition self.training, as nn.Dropout has it, and keep nothing from call to call"
         )
     loss = model(tokens, targets)
-    for more, factor in (torch.full_like(targets, IGNORE), 1), (targets, 2):
-        both = model(tokens.repeat(2, 1), torch.cat([targets, more]))
-        if not relative_difference(both, factor * loss) < TOLERANCE:
+    first, second = (model(tokens[i : i + 1], targets[i : i + 1]) for i in (0, 1))
+    ignored = model(tokens, torch.stack([targets[0], torch.full_like(targets[1], IGNORE)]))
+    for found, expected, what in (ignored, first, "without"), (loss, first + second, "with"):
+        if not relative_difference(found, expected) < TOLERANCE:
             raise UserError(
-                f"another row with {(more != IGNORE).sum()} targets multiplies the loss by "
-                f"{both / loss:.4g} and not by {factor}, since model.py was changed: the loss must "
-                f"be a sum over targets, no mean, and IGNORE is no target"
+                f"beside a row {what} targets the loss is {found:.4g} and not {expected:.4g}, "
+                f"since model.py was changed: it must be a sum over targets, no mean, IGNORE is no "
+                f"target, and rows do not depend on each other"
             )
     loss.backward()
     # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints would
@@ -263,7 +265,7 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
     # gradient names the fault.
     for name, parameter in reversed(dict(model.named_parameters()).items()):
         before, losses = parameter.detach().clone(), []
-        step = torch.ones_like(before).cumsum(0).sin() * 1e-5  # in a direction of no symmetry
+        step = torch.ones_like(before).cumsum(0).sin() * 1e-6  # in a direction of no symmetry
         for moved in (before + step, before - step):
             parameter.data.copy_(moved)
             losses.append(model(tokens, targets).detach())
@@ -273,7 +275,8 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
         if not (losses[0] - losses[1] - expected).abs() <= 1e-5 * expected.abs() + 1e-10:
             raise UserError(
                 f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
-                f"an autograd.Function needs a backward of the same function; plain PyTorch none"
+                f"take .detach() or no_grad out of its way to the loss; an autograd.Function needs "
+                f"a backward of the same function, and plain PyTorch none"
             )
 
 

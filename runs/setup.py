@@ -206,7 +206,7 @@ def build(
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     world = with_mesh(process, parallel)
-    check_model(job.whole.config, world, accumulate)
+    check_model(job.whole.config, work.seq_len, world, accumulate)
     check_documents(job.whole.config, world)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))

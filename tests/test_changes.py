@@ -193,14 +193,14 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "detached": ({"self.w1(x)": "self.w1(x).detach()"}, {},
                  "the gradient of layers.1.feed_forward.w1.weight is not the slope of"),
     "a mean": ({SUM: SUM.replace(".sum()", ".mean()")}, {},
-               "another row with 0 targets multiplies the loss by 0.5 and not by 1"),
+               "beside a row without targets the loss is  ... it must be a sum over targets"),
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
     "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "a mean of targets": (  # in a chunk
         {SUM: f"{SUM} / (targets != IGNORE).sum()"}, {},
-        "another row with 7 targets multiplies the loss by 1 and not by 2"),
+        "beside a row with targets the loss is "),
     "a loss that sees the next target": (SECOND, dict(cp=2),
         "first in loss: the loss ... and a loss sees this rank's tokens"),
     "a line for training alone": (
@@ -211,7 +211,7 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
          "dropout_p=p, ", "attend(q, k, v, mask)": "attend(q, k, v, mask, 0.1 * self.training)"},
         dict(cp=2), "attend has dropout"),
     "dropout without a condition": (
-        {FEED_FORWARD: f"F.dropout({FEED_FORWARD}, 0.5)"}, {}, "numbers in evaluation, too: give"),
+        {FEED_FORWARD: f"F.dropout({FEED_FORWARD}, 0.5)"}, {}, "another loss each time, in evaluation, too"),
     "no writes_to_stream": (
         {'    writes_to_stream = ("w2",)\n': ""}, {},
         "of model.py, Llama: 'FeedForward' object has no  ... name there the layers of that"),
