@@ -211,12 +211,13 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
          "dropout_p=p, ", "attend(q, k, v, mask)": "attend(q, k, v, mask, 0.1 * self.training)"},
         dict(cp=2), "attend has dropout"),
     "dropout without a condition": (
-        {FEED_FORWARD: f"F.dropout({FEED_FORWARD}, 0.5)"}, {}, "another loss each time, in evaluation, too"),
+        {FEED_FORWARD: f"F.dropout({FEED_FORWARD}, 0.5)"}, {},
+        "model.py computes another loss each time, in evaluation, too"),
     "no writes_to_stream": (
         {'    writes_to_stream = ("w2",)\n': ""}, {},
         "of model.py, Llama: 'FeedForward' object has no  ... name there the layers of that"),
     "features where all are needed": (
-        {FEATURES: f"self.w1(x)[..., :1] * {FEATURES} * x.mean()"}, dict(tp=2),
+        {FEATURES: f"self.w1(x)[..., :1] * {FEATURES} * x.mean(-1, keepdim=True)"}, dict(tp=2),
         ", FeedForward: aten.mul ... for outputs that every rank needs, as a router's"),
 }  # fmt: skip
 
@@ -254,6 +255,29 @@ def test_what_has_its_place_is_exact(edits, split, corpus, tmp_path):
     succeed(*changed, "train.py", *flags(corpus, two, **given | split), nproc=2)
     succeed(*changed, "train.py", *flags(corpus, one, **given))
     same_metrics(metrics(two), metrics(one))
+
+
+def test_the_three_worked_changes_are_exact(corpus, tmp_path):
+    """Those of docs/change.md, all in one copy, as they are printed there."""
+    page = (ROOT / "docs/change.md").read_text()
+    activation, gate, loss, *_ = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    made, h, called = (
+        re.search(f"`({begin}[^`]*)`", page)[1] for begin in ("self.gate = G", "h =", "x = x")
+    )
+    planned = re.search(r"`(\"layers[^`]*)`", page)[1]
+    changed = changed_copy(tmp_path / "copy", edits={
+        "    return F.silu(gate) * up": activation, f"    {LOSS}": loss,
+        "class Block(": f"{gate}\n\n\nclass Block(",
+        "        self.ffn_norm": f"        {made}\n        self.ffn_norm",
+        f"x = x + {ATTENTION}": f"{h}\n        {called}",
+    })  # fmt: skip
+    file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
+    file.write_text(file.read_text().replace(place, f"{place}\n    {planned},"))
+    runs = {"one": {}, "tp": dict(tp=2), "pp": dict(pp=2, microbatch=2), "cp": dict(cp=2)}
+    for out, split in runs.items():
+        given = flags(corpus, tmp_path / out, steps=2, optimizer="muon", **split)
+        succeed(*changed, "train.py", *given, nproc=2 * bool(split))
+        same_metrics(metrics(tmp_path / out), metrics(tmp_path / "one"))
 
 
 WQ = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
