@@ -196,6 +196,7 @@ def work_of(args: argparse.Namespace, contestant: str, process: Process) -> Work
 
 def compare(args: argparse.Namespace) -> str:
     process = init_distributed()
+    process.check_same_flags(vars(args))
     check_writable("--json", args.json)
     contestants = args.contestants or default_contestants(process)
     works = {name: work_of(args, name, process) for name in contestants}
@@ -205,7 +206,7 @@ def compare(args: argparse.Namespace) -> str:
 
 def comm(args: argparse.Namespace) -> str:
     world = with_mesh(init_distributed())
-    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
+    world.check_same_flags(vars(args))
     return measure_comm(world, args.model, args.microbatch, args.seq_len, args.repeats, args.out)
 
 

@@ -275,6 +275,7 @@ def main() -> None:
     flags = metadata.get("flags", {})  # the run's, to evaluate as it did
     args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))
     exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
+    process.check_same("the exams", exam and exam.questions)
     dataset = None
     if args.data:
         reading = Reading(args.text_field, args.skip_bad)
@@ -282,6 +283,7 @@ def main() -> None:
         open_data = open_chats if args.chat else open_plain_text
         read = partial(open_data, args.data, tokenizer, args.seq_len, reading)
         dataset = process.local_rank_zero_first(read)
+        process.check_same("the data", dataset.checksum())
         list_left_out(reading, "evaluated")
     model, world = load_split(args, metadata, process)
     if dataset:

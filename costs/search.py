@@ -15,7 +15,13 @@ from costs.page import holds, sends
 from costs.seconds import sent_bytes, step_time
 from model import LlamaConfig
 from parallel import World, refusal
-from plumbing.processes import Process, memory_of_others, print_rank_zero, with_progress
+from plumbing.processes import (
+    Process,
+    memory_of_others,
+    print_rank_zero,
+    processes_on_this_node,
+    with_progress,
+)
 from techniques.schedules import has_w
 from techniques.technique import Technique
 
@@ -32,12 +38,12 @@ ACTIVATIONS = {
 LESS_STATE = dict(optimizer="adamw", moments="bfloat16")
 
 
-def usable_memory(device: torch.device, processes: int) -> int:
-    """Return the bytes that a process may fill: of its GPU, or of its share of CPU memory."""
+def usable_memory(device: torch.device) -> int:
+    """Return the bytes that this process may fill: of its GPU, or of its share of CPU memory."""
     if device.type == "cuda":
         return int(USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(USABLE_FRACTION * total / processes)
+    return int(USABLE_FRACTION * total / processes_on_this_node())
 
 
 def with_mesh_sizes(
@@ -135,7 +141,7 @@ def what_would_fit(work: Work, process: Process) -> str:
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
     activations, AdamW's moments in bfloat16, FSDP, context parallelism."""
     before, ranks = work.parallel, work.parallel.replicate * work.parallel.shard
-    room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
+    room = usable_memory(process.device) - memory_of_others(process.device)
     needed = holds(work)["peak"]
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
     present = {name: getattr(before, name) for name in ACTIVATIONS["full"]}
@@ -164,7 +170,7 @@ def fits_unsharded(work: Work, world: World) -> bool:
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel, held = world.parallel, holds(work)
     whole = holds(replace(work, parallel=replace(parallel, dp="fsdp", reshard="none")))["gathered"]
-    room = world.minimum(usable_memory(world.device, world.per_node))
+    room = world.minimum(usable_memory(world.device))
     fits = whole + held["parameters"] + held["optimizer"] + held["kept"] < room
     if parallel.shard > 1 and not fits:
         sent = whole * (parallel.shard - 1) / parallel.shard

@@ -58,7 +58,7 @@ def measure_comm(
     }
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
-        "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
+        "memory": usable_memory(world.device) / USABLE_FRACTION,
         "groups": groups,
         "compute": time_computation(preset, microbatch, seq_len, repeats, world),
     }

@@ -257,7 +257,7 @@ def report(
         shares={part: seconds / step for part, seconds in parts.items()},
         work=work,
         per_node=world.per_node,
-        usable_memory=usable_memory(world.device, world.per_node),
+        usable_memory=usable_memory(world.device),
         device=world.device,
         attentions=attentions / (len(training.model.layers) * work.microbatches * chunks),
         graph_breaks=sum(compiler["graph_break"].values()),

@@ -69,7 +69,7 @@ class Process:
     rank: int
     size: int  # number of processes, the world size
     local_rank: int  # rank within this node
-    per_node: int  # processes on a node
+    per_node: int  # processes on a node; if nodes have unequal numbers, what divides them all
     device: torch.device
 
     def local_rank_zero_first(self, make: Callable):
@@ -105,8 +105,8 @@ class Process:
                 )
         dist.barrier()  # no rank starts before all have compared
 
-    def check_same(self, what: str, value: int) -> int:
-        """Return `value`, a checksum of `what`. Raise UserError where it is not as on rank 0."""
+    def check_same(self, what: str, value):
+        """Return `value`, which describes `what`. Raise UserError where it is not as on rank 0."""
         if self.broadcast_from_rank_zero(lambda: value) != value:
             raise UserError(f"{what} differ between rank 0 and rank {self.rank}: copy the files")
         dist.barrier()
@@ -137,14 +137,17 @@ def register_gloo(address: str | None) -> None:
     dist.Backend.register_backend("one_thread_gloo", one_thread_gloo, devices=["cpu"])
 
 
+def processes_on_this_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def init_distributed() -> Process:
     """Join the processes that torchrun started; without torchrun, form a world of size 1."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), processes_on_this_node()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if per_node > (gpus := torch.cuda.device_count()):
-            raise UserError(f"--nproc-per-node {per_node} on a node of {gpus} GPUs: at most {gpus}")
+        if here > (gpus := torch.cuda.device_count()):
+            raise UserError(f"--nproc-per-node {here} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
         if "PYTORCH_ALLOC_CONF" not in os.environ:  # less is lost between tensors of many sizes
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -173,7 +176,13 @@ def init_distributed() -> Process:
         watcher.start()
         atexit.register(_stop_watching, watcher)
         signal.signal(signal.SIGTERM, _exit_late)
-    return Process(rank, size, local_rank, per_node, device)
+    of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, (here, device.type))  # all ranks are to build the same mesh
+    per_node, devices = zip(*of_ranks)
+    if len(set(devices)) > 1:
+        without = devices.index("cpu")
+        raise UserError(f"rank {without} finds no GPU, and others do: see nvidia-smi on its node")
+    return Process(rank, size, local_rank, math.gcd(*per_node), device)
 
 
 def check_restarts() -> None:

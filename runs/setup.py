@@ -142,12 +142,13 @@ def choose_work(
 ) -> tuple[Work, str]:
     """Return a step's work, split as the flags or the model's size require, and the reason."""
     work = rules.requested_work(args, whole, process, packed)
-    room = process.minimum(usable_memory(process.device, process.per_node))
+    room = process.minimum(usable_memory(process.device))
 
     def count(choice: Work) -> float:
         return process.broadcast_from_rank_zero(partial(counted_by_predicted, choice))
 
     parallel, reason = choose_parallel(work, args.shard, process, room, count)
+    process.check_same("the models or their meshes", (whole.config, parallel))
     return replace(work, parallel=parallel), reason
 
 
@@ -199,6 +200,8 @@ def build(
     in because imports run downwards, and train.py is above this file."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     rules.check_work(work, *job.techniques)
+    process.check_same("the validation data", job.val_set.checksum())  # or ranks evaluate unequally
+    process.check_same("the exams", job.exam and job.exam.questions)
     args.microbatch = work.microbatch  # for train.py, even if the flag was not given
     parallel = work.parallel
     # If a step runs out of memory, this adds a line to its error.

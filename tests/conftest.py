@@ -121,15 +121,16 @@ server: list[subprocess.Popen] = []  # tests/workers/fork_server.py, once one is
 class Forks:
     """A script that runs like one of `start`, without the time that torchrun and imports take."""
 
-    def __init__(self, script: str, *args, nproc: int = 0, timeout: float = 120):
+    def __init__(self, script: str, *args, nproc: int = 0, timeout: float = 120, nodes=()):
         if not server:
             command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
             options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
             server.append(subprocess.Popen(command, env=ENVIRONMENT, **options))
             atexit.register(server[0].communicate)  # closes its stdin, which ends it
         self.directory = tempfile.TemporaryDirectory()
-        self.request = dict(script=str(ROOT / script), arguments=[*map(str, args)], nproc=nproc)
-        self.request |= dict(timeout=timeout, directory=self.directory.name)
+        arguments, nproc = [*map(str, args)], sum(nodes) or nproc
+        self.request = dict(script=str(ROOT / script), arguments=arguments, nproc=nproc)
+        self.request |= dict(timeout=timeout, directory=self.directory.name, nodes=nodes)
         print(json.dumps(self.request), file=server[0].stdin, flush=True)
         self.ranks = self._wait_for("ranks", 60)  # process ids
 

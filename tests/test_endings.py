@@ -380,3 +380,22 @@ def test_out_of_memory_is_told_in_one_line(corpus, tmp_path):
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
     refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
     assert int(result.err.split("--microbatch ")[1].split()[0]) < 4
+
+
+@pytest.mark.parametrize(
+    "script, what", [("train", "the validation data"), ("evaluate", "the data")]
+)
+def test_ranks_that_would_evaluate_unequally_are_refused(corpus, text, tmp_path, script, what):
+    """As two nodes with other files of one name are: one would wait for the other's batches."""
+    out, names = tmp_path / "run", [corpus, corpus]
+    arguments = [*flags(corpus, out, eval_every=1), "--val-data", *names]
+    place = "    train_set, val_set = process.local_rank_zero_first(windows)\n"
+    fault = place.replace("\n", "\n    val_set.samples = val_set.samples[process.rank :]\n")
+    if script == "evaluate":
+        succeed("train.py", *flags(corpus, out))
+        arguments = [out, "--data", *names]
+        place = "        dataset = process.local_rank_zero_first(read)\n"
+        fault = place.replace("\n", "\n        dataset.samples = dataset.samples[process.rank :]\n")
+    file = "setup" if script == "train" else script
+    copy = with_fault(tmp_path / "copy", file, place, fault)
+    refused(launch(*copy, f"{script}.py", *arguments, nproc=2), f"{what} differ between rank 0")

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import step_of, succeed
+from conftest import error_lines, launch, slow, step_of, succeed, with_fault
 from exact import GROUPED, ODD
+from test_train import flags
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -91,6 +92,26 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
     smoothed.loss = lambda hidden, weight, targets, *_: hidden.sum()
     with pytest.raises(UserError, match=r"not another model\.loss: change loss_of"):
         tensor_parallel(smoothed, mesh=None)
+
+
+@pytest.mark.parametrize("parallel", ["--dp=hsdp", slow("--dp=diloco --every=5")])
+def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path, parallel):
+    """Of 2, 1 and 1 ranks no two share a node everywhere. If they did not agree they would wait for
+    each other; so they compare their meshes before."""
+    nodes = dict(nodes=[2, 1, 1], timeout=60)
+    command = "train.py", *flags(corpus, out := tmp_path / "run"), *parallel.split()
+    assert "mesh: 4 replicate;" in succeed(*command, **nodes).out
+    if parallel == "--dp=hsdp":
+        scored = "evaluate.py", out, "--data", corpus, "--dp=hsdp", "--dtype=float64"
+        assert succeed(*scored, **nodes).out == succeed(*scored).out
+        sizes = "--model=tiny --batch=4 --seq-len=32 --repeats=1".split()
+        succeed("bench.py", "compare", "hsdp", *sizes, **nodes)
+        own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
+        differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
+        told = "error: the models or their meshes differ between rank 0 and rank "
+        lines = error_lines(differ)
+        assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
+        assert len(lines) == 3  # one on each node
 
 
 def test_replicas_that_begin_differently_are_refused():

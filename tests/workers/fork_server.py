@@ -7,7 +7,7 @@ negative for a signal, or null if they had to be killed after `timeout` seconds.
 too when stdin is closed, that is when the tests end.
 
 nproc 0 runs the script as `python script` does. Otherwise ranks find the environment and the store
-that torchrun would give them.
+that torchrun would give them: on one node or, with `nodes`, so many ranks on each.
 """
 
 import atexit
@@ -48,7 +48,9 @@ def main() -> None:
             os._exit(0)
 
 
-def run_agent(script: str, arguments: list[str], nproc: int, timeout: float, directory: str):
+def run_agent(
+    script: str, arguments: list[str], nproc: int, timeout: float, directory: str, nodes: list[int]
+):
     """Fork the ranks, serve their store, and wait for them."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -58,7 +60,7 @@ def run_agent(script: str, arguments: list[str], nproc: int, timeout: float, dir
             listener.close()
             redirect(directory)
             if nproc:
-                os.environ |= environment_of(rank, nproc, *address)
+                os.environ |= environment_of(rank, nodes or [nproc], *address)
             os._exit(run_script([script, *arguments]))
         os.setpgid(process, process)  # to be killed together with the processes that it starts
         ranks.append(process)
@@ -83,9 +85,12 @@ def redirect(directory: str) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 
 
-def environment_of(rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for a rank of a node."""
-    given = dict(RANK=rank, LOCAL_RANK=rank, GROUP_RANK=0, WORLD_SIZE=nproc, LOCAL_WORLD_SIZE=nproc)
+def environment_of(rank: int, nodes: list[int], host: str, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank of nodes with so many each."""
+    places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
+    node, local_rank = places[rank]
+    given = dict(RANK=rank, WORLD_SIZE=len(places), GROUP_RANK=node, GROUP_WORLD_SIZE=len(nodes))
+    given |= dict(LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=nodes[node])
     given |= dict(MASTER_ADDR=host, MASTER_PORT=port)
     given |= dict(TORCHELASTIC_USE_AGENT_STORE=True)  # rank 0 does not start a store of its own
     return {name: str(value) for name, value in given.items()}
