@@ -25,6 +25,7 @@ generate.py also accept a model directory of Meta or Hugging Face (files/formats
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import contextlib
+import errno
 import math
 import os
 import shutil
@@ -59,6 +60,7 @@ from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing.devices import use_gpu
+from plumbing.new_files import remove
 from plumbing.parser import Parser
 from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
 from plumbing.shards import allocate, assign_shard, to_local
@@ -73,8 +75,13 @@ def lock_run(out: Path, resume: bool = False) -> Path | None:
     remove what a killed run left half-written. Call it on rank 0 only."""
     directories.lock_directory(out)
     for leftover in out.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover, ignore_errors=True)
     newest = (directories.checkpoints(out) or [None])[-1]
+    if not resume and (out / "metrics.jsonl").exists():
+        raise UserError(
+            f"{out} already holds the record of a run: --resume goes on in it, or choose "
+            f"another --out"
+        )
     if resume and not newest:
         print(f"warning: nothing to resume in {out}: starting at step 1", file=sys.stderr)
     return newest
@@ -226,12 +233,13 @@ class Saver(contextlib.AbstractContextManager):
         except (OSError, CheckpointException) as error:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # frees the space
-            free = shutil.disk_usage(self.out).free / 1e9
-            reason = directories.failure_reason(error)
-            last = (directories.checkpoints(self.out) or ["none"])[-1]
+            reason, last = directories.failure_reason(error), directories.checkpoints(self.out)
+            if os.strerror(errno.EIO) not in reason:
+                free = shutil.disk_usage(self.out).free / 1e9
+                reason = f"{reason}; {free:,.1f} GB are free there: make room"
             raise UserError(
-                f"cannot save {final}: {reason}; {free:,.1f} GB are free there. "
-                f"The last checkpoint is {last}: make room, and --resume goes on from it"
+                f"cannot save {final}: {reason}. The last checkpoint is {(last or ['none'])[-1]}: "
+                f"--resume goes on from it"
             )
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)

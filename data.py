@@ -15,7 +15,7 @@ to save, and the order stays the same when a run is resumed or the number of pro
     torchrun train.py --data my_text/=0.7 python=0.3          sources with their shares
 """
 
-from plumbing.endings import ctrl_c_raises  # first, for Ctrl-C during the imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import hashlib
 import itertools
@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import numpy as np
@@ -38,6 +37,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import ConcatDataset
 
 from model import IGNORE
+from plumbing.new_files import hidden_until_complete
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, is_rank_zero, run
 from techniques.context_parallel import share_sequences
@@ -114,18 +114,15 @@ class TokenFileWriter:
 def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading) -> None:
     """Write a corpus as a directory of token files, with a data.json that names the tokenizer, and
     a list of what was left out. The directory `out` appears only when it is complete."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with ctrl_c_raises(), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
-        unfinished = Path(temporary) / out.name
-        unfinished.mkdir()
-        n_tokens = _write_token_files(unfinished, files, tokenizer, reading)
-        metadata = tokenizer.save(unfinished) | n_tokens
-        (unfinished / "data.json").write_text(json.dumps(metadata, indent=1), "utf-8")
-        try:
-            os.rename(unfinished, out)
-        except OSError:
-            if not out.exists():  # it does if another run has just tokenized the same corpus
-                raise
+    try:
+        with hidden_until_complete(out) as unfinished:
+            unfinished.mkdir()
+            n_tokens = _write_token_files(unfinished, files, tokenizer, reading)
+            metadata = tokenizer.save(unfinished) | n_tokens
+            (unfinished / "data.json").write_text(json.dumps(metadata, indent=1), "utf-8")
+    except OSError:
+        if not out.exists():  # it does if another run has just tokenized the same corpus
+            raise
     reading.list_left_out(out / LEFT_OUT_FILE)
 
 
@@ -463,12 +460,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     reading = Reading(args.text_field, args.skip_bad)
+    if args.out.exists():
+        raise UserError(f"{args.out} exists: remove it, or choose another --out")
     if args.command == "train-tokenizer":
         train_tokenizer(args.sources, args.vocab_size, args.out, reading)
         reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT_FILE}"))
     else:
-        if args.out.exists():
-            raise UserError(f"{args.out} exists: remove it, or choose another --out")
         reading = replace(reading, val_fraction=args.val_fraction)
         tokenize(find_files(args.sources), load_tokenizer(args.tokenizer), args.out, reading)
     print(args.out)

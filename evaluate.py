@@ -41,6 +41,7 @@ from lora import LoRA, add_adapters
 from model import IGNORE, Llama
 from parallel import World, parallelize, unsharded, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
+from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import (
     Process,
@@ -52,7 +53,7 @@ from plumbing.processes import (
     until_signal,
     with_progress,
 )
-from runs.records import Totals, write_atomically
+from runs.records import Totals
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4

@@ -12,9 +12,9 @@ import json
 import math
 from pathlib import Path
 
+from plumbing.new_files import write_atomically
 from plumbing.parser import Parser
 from plumbing.processes import UserError, run
-from runs.records import write_atomically
 
 TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
@@ -83,6 +83,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     args = parser.parse_args()
+    head = TEMPLATE.read_bytes()[:200]
+    if args.out.exists() and not (args.out.is_file() and args.out.read_bytes().startswith(head)):
+        raise UserError(f"{args.out} exists, and is no page of report.py: choose another --out")
     write_atomically(args.out, page_of([read_run(path) for path in args.runs]))
     print(f"{args.out}: {len(args.runs)} run(s)")
 

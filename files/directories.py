@@ -18,10 +18,8 @@ import json
 import os
 import pickle
 import re
-import shutil
 import socket
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -42,7 +40,7 @@ from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
-from plumbing import endings
+from plumbing.new_files import hidden_until_complete, remove
 from plumbing.processes import Progress, UserError, meet, print_rank_zero
 from text.templates import SETTINGS
 from text.tokenizer import Tokenizer, find_tokenizer
@@ -257,7 +255,7 @@ def newest_undamaged(newest: Path) -> Path:
     text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {before}"
     print_rank_zero(text, file=sys.stderr)
     if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+        remove(aside)  # of the same step, damaged before
         os.rename(newest, aside)
     dist.barrier()
     return newest_undamaged(before)
@@ -395,13 +393,9 @@ def new_directory(target: Path) -> Iterator[Path]:
     raised. Raises UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    hidden = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-")
-    with endings.ctrl_c_raises(), hidden as directory:
-        unfinished = Path(directory) / target.name
+    with hidden_until_complete(target) as unfinished:
         unfinished.mkdir()
         yield unfinished
-        os.rename(unfinished, target)
     sync(target.parent)
 
 
@@ -414,12 +408,13 @@ def remove_old(newest: Path, keep: int, is_best: bool) -> None:
     link = newest.with_name("best")
     if is_best:
         os.replace(new_link(newest.parent, newest.name), link)
+    best = link.readlink().name if link.is_symlink() else ""
     for old in checkpoints(newest.parent)[: -keep or 0]:
         hidden = old.with_name(f".{old.name}")
         try:
-            if old.name != link.resolve().name:
+            if old.name != best:
                 os.rename(old, hidden)
-                shutil.rmtree(hidden)
+                remove(hidden)
         except OSError as error:
             print(f"warning: {old} is not removed: {error}", file=sys.stderr)
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 from labs.machinery.launch import launch
 from labs.machinery.predict import seed_of_student
+from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, nonnegative_int, positive_float
 from plumbing.processes import UserError, run
 from runs.flags import MODEL_SIZES
-from runs.records import write_atomically
 from text.tokenizer import CACHE
 
 WARD = ROOT / "out/clinic"

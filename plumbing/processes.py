@@ -143,6 +143,12 @@ def processes_on_this_node() -> int:
 
 def init_distributed() -> Process:
     """Join the processes that torchrun started; without torchrun, form a world of size 1."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun, mpirun
+        if "RANK" not in os.environ and int(os.environ.get(name, "1")) > 1:
+            raise UserError(
+                f"{name} is {os.environ[name]}, and each of these processes would run alone: start "
+                f"torchrun, once on each node (docs/cluster.md)"
+            )
     local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), processes_on_this_node()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -358,14 +364,18 @@ def run(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         endings.end_interrupted()
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not dist.is_initialized():
+            raise  # --help
         global _error
         _error = error
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE:
-            error = UserError(f"{error}: free some space, or give a path that can be written")
+            hint = _hint(_store()) if dist.is_initialized() else ""
+            advice = "free some space, or give a path that can be written"
+            error = UserError(f"{error}: {advice}{hint}")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
             endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)

@@ -28,6 +28,7 @@ from data import tokens_done
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
+from plumbing.new_files import write_atomically
 from plumbing.processes import UserError, newest_checkpoint, note_step, print_rank_zero
 from text.tokenizer import Tokenizer
 
@@ -70,6 +71,7 @@ class Recorder(contextlib.AbstractContextManager):
     ):
         """Continue a record after step `done`: remove later steps, which will run again."""
         self.args, self.world, self.done = args, world, done
+        self.told = False  # that the record cannot be written
         trace = args.out / f"trace-{world.rank}.json"
         self.profiler = start_profiler(trace) if args.profile else None
         on_gpu = world.device.type == "cuda"
@@ -139,7 +141,13 @@ class Recorder(contextlib.AbstractContextManager):
             told = f"was deleted or moved: its records begin again at step {metrics['step']}"
             print(f"warning: {self.args.out} {told}", file=sys.stderr)
             self._open(metrics["step"] - 1)
-        print(json.dumps(metrics), file=self.file)
+        try:
+            self.file.write(f"{json.dumps(metrics)}\n".encode())
+        except OSError as error:  # a full disk; the run goes on, and may save
+            if not self.told:
+                self.told = True
+                told = f"{path} is not written: {error.strerror}"
+                print(f"warning: {told}: the run goes on without it", file=sys.stderr)
         return is_best
 
     def _open(self, done: int) -> None:
@@ -150,7 +158,7 @@ class Recorder(contextlib.AbstractContextManager):
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         kept = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done)
         write_atomically(path, "".join(kept))
-        self.file = open(path, "a", buffering=1, encoding="utf-8")
+        self.file = open(path, "ab", buffering=0)
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
@@ -163,7 +171,7 @@ def best_loss(out: Path) -> float:
     if not (best.exists() and record.exists()):
         return math.inf
     rows = map(json.loads, record.read_text("utf-8").splitlines())
-    step = int(best.resolve().name.removeprefix("step-"))
+    step = int(best.readlink().name.removeprefix("step-"))
     return next((row["val_loss"] for row in rows if row["step"] == step), math.inf)
 
 
@@ -284,14 +292,6 @@ def start_profiler(path: Path) -> torch.profiler.profile:
     )
     profiler.start()
     return profiler
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a complete new one: a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
 
 
 def peak_memory(device: torch.device) -> int:

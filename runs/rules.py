@@ -1,8 +1,10 @@
 """Check the flags of a training run, and return the configurations that they ask for."""
 
 import argparse
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -90,9 +92,23 @@ def check_training_flags(
     check_parallel(work, args.shard, process)
     check_batch(work)
     check_work(work, *more)
-    if checkpoints(args.out) and not args.resume:
+    check_out(args.out, args.resume)
+
+
+# Files of models, adapters, checkpoints and data, beside which no run writes its own.
+OF_OTHERS = "SHA256SUMS params.json adapter_config.json data.json *.safetensors *.bin *.pth *.gguf"
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Raise UserError for an --out whose files a run would replace."""
+    if checkpoints(out) and not resume:
         raise UserError(
-            f"{args.out} already holds a run: --resume continues it, or choose another --out"
+            f"{out} already holds a run: --resume continues it, or choose another --out"
+        )
+    for path in itertools.chain(*map(out.glob, OF_OTHERS.split())):
+        raise UserError(
+            f"--out {out} holds {path.name}, which no run writes there: give a run's own "
+            f"directory, or a new one"
         )
 
 

@@ -159,6 +159,23 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
 
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_a_checkpoint_that_has_moved_and_left_a_link(tmp_path, capsys, keep_best):
+    """The link is removed as the checkpoint would be, or kept as the best, and its target stays."""
+    out, model_and_optimizer = tmp_path / "run", trained()
+    save(out, 1, *model_and_optimizer)
+    if keep_best:
+        (out / "best").symlink_to("step-00000001")
+        (out / "metrics.jsonl").write_text('{"step": 1, "val_loss": 2.0}')
+    moved = (out / "step-00000001").rename(tmp_path / "moved")
+    (out / "step-00000001").symlink_to(moved)
+    assert best_loss(out) == (2.0 if keep_best else math.inf)
+    save(out, 2, *model_and_optimizer, keep=1)
+    assert checkpoint.find_checkpoint(out).name == "step-00000002" and moved.is_dir()
+    assert (out / "step-00000001").exists() == keep_best and not list(out.glob(".*"))
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
     losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.25, 5: 1.0}
     rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
@@ -187,7 +204,9 @@ def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
         generate(model, [[1]], 1, temperature=0)
     assert not list(tmp_path.glob("*2"))
     for nproc in (0, 2):
-        arguments = flags(corpus, tmp_path / "run", steps=1, lr=1e38, dtype="float32", warmup=0)
+        arguments = flags(
+            corpus, tmp_path / f"{nproc}", steps=1, lr=1e38, dtype="float32", warmup=0
+        )
         refused(launch("train.py", *arguments, nproc=nproc), "step 1: the weights are not finite")
 
 

@@ -13,7 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Forks, error_lines, launch, metrics, refused, succeed, wait_for_lines
+from conftest import (
+    ROOT,
+    Forks,
+    error_lines,
+    launch,
+    metrics,
+    refused,
+    succeed,
+    wait_for_lines,
+    with_fault,
+)
 from test_train import flags, flip, same_losses
 from workers.drill import drill, kill, newest
 
@@ -113,6 +123,36 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     assert "[rank" not in log.read_text() and half_written >= kills // 8
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoint.py export {run} {new} --format hf",
+        "checkpoint.py import {run} {new}",
+        "data.py tokenize {text} --tokenizer bytes --out {new}",
+        "data.py train-tokenizer {text} --vocab-size 300 --out {new}",
+    ],
+)
+def test_what_a_killed_process_has_left_is_removed_by_the_next(run, text, tmp_path, command):
+    """Whatever it writes. What a living process or one of another host has begun stays."""
+    complete = "            os.replace(hidden, target)\n"
+    copy = with_fault(
+        tmp_path / "copy", "new_files", complete, "            os.kill(os.getpid(), 9)\n"
+    )
+    (place := tmp_path / "place").mkdir()
+    host, alive = socket.gethostname(), os.getpid()
+    others = [place / f".x-by-{name}" for name in (f"{host}-{alive}", "elsewhere-1", f"{host}-x")]
+    for path in others:
+        path.mkdir()
+
+    def words(name: str) -> list[str]:
+        return command.format(run=run, text=text, new=place / name).split()
+
+    killed = launch(*copy, *words("first"))
+    assert killed.codes == [-9] and list(place.glob(f".first-by-{host}-*"))
+    succeed(*words("second"))
+    assert sorted(place.iterdir()) == sorted([*others, place / "second"])
+
+
 # ------------------------------------------------------------------------- disks without room
 
 
@@ -135,7 +175,7 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     result, last = process.finish(), newest(out)
     assert last < 9 and not hidden(out) and all_complete(out)
     next_one, last = (out / f"step-{step:08d}" for step in (last + 1, last))
-    parts = f"cannot save {next_one}: ", " GB are free there. ", f"The last checkpoint is {last}:"
+    parts = f"cannot save {next_one}: ", " GB are free there: ", f"The last checkpoint is {last}:"
     refused(result, *parts)
 
 

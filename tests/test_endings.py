@@ -106,12 +106,12 @@ def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     (text := tmp_path / "text.txt").write_text("one two three\n" * 5_000_000)
     command = "tokenize", text, "--tokenizer", "bytes", "--out", out
     run = start("data.py", *command)
-    wait_until(lambda: list(out.parent.glob(".tokens-*")), run)
+    wait_until(lambda: list(out.parent.glob(".tokens-by-*")), run)
     run.send_signal(signal.SIGINT)
     interrupted(finish(run))
-    entered = "    with ctrl_c_raises(), Temp"
+    entered = "    with endings.ctrl_c_raises():\n"
     fault = f"    os.kill(os.getpid(), 2)\n{entered}"
-    _, copy = with_fault(tmp_path / "copy", "data", entered, fault)
+    _, copy = with_fault(tmp_path / "copy", "new_files", entered, fault)
     interrupted(finish(start(copy / "data.py", *command)))
     assert not list(out.parent.iterdir())
 
@@ -339,6 +339,30 @@ def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
     assert error_lines(result) == ["error: rank 1 failed: ValueError: a reason"]
     assert result.err.count("Traceback") == 1 and "in two lines" in result.err
     assert result.codes == [1, 1]
+
+
+def test_a_rank_that_exits_is_named(corpus, tmp_path):
+    step = "    loss = accumulate(runner, batch, microbatch, world)\n"
+    fault = f"    if world.rank == 1:\n        raise SystemExit(3)\n{step}"
+    script = with_fault(tmp_path / "copy", "train", step, fault)
+    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"), nproc=2)
+    assert error_lines(result) == ["error: rank 1 failed: SystemExit: 3"]
+    assert result.codes == [1, 1]
+
+
+def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
+    out = tmp_path / "run"
+    script = with_fault(tmp_path / "copy", "records", 'open(path, "ab"', 'open("/dev/full", "ab"')
+    result = launch(*script, "train.py", *flags(corpus, out, steps=3))
+    assert result.code == 0 and (out / "step-00000003").exists()
+    assert result.err.count("is not written: No space left on device: the run goes on") == 1
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_of_another_launcher_are_refused(name, corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, name, "4")
+    result = finish(start("train.py", *flags(corpus, tmp_path / "out")))
+    refused(result, f"{name} is 4, and each of these processes would run alone: start torchrun")
 
 
 def test_a_node_that_reads_for_long_is_waited_for():

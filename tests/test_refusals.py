@@ -83,6 +83,9 @@ REFUSALS = """
 2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
 1 | train --out {text} | cannot write to --out ... it is a file
 1 | train --out {run} | already holds a run ... --resume
+1 | train --out {killed} | already holds the record of a run: --resume
+1 | train --out {run}/step-00000001 --resume | holds SHA256SUMS, which no run writes there
+1 | train --out {bare} | .safetensors, which no run writes there: give a run's own directory
 1 | train --out {run} --resume --ffn-dim 64 | another model ... ffn_dim 48, not 64
 1 | train --out {run} --resume --optimizer adamw | another optimizer: give --optimizer muon
 1 | train --init {run} --dim 64 | has dim 32, not 64
@@ -111,6 +114,8 @@ REFUSALS = """
 1 | finetune --optimizer muon | --optimizer muon is for whole matrices ... leave it out
 # ------------------------------------------------------------------------------------ data.py
 1 | tokenize --out {here} | exists: remove it
+1 | data.py train-tokenizer {text} --out {text} | exists: remove it
+1 | report.py {run} --out {text} | counting.txt exists, and is no page of report.py
 1 | tokenize --val-fraction 1 | no text to train on: give some, or less --val-fraction
 1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
 # ------------------------------------------------------------------ generate.py, checkpoint.py
@@ -217,6 +222,9 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
     places |= dict(root=ROOT, run=base.with_name("run"), other=foreign.with_name("other.model"))
     train_tokenizer([str(text)], 300, places["other"])
+    (killed := base.with_name("killed")).mkdir()  # before its first save
+    (killed / "metrics.jsonl").write_text('{"step": 1}\n')
+    places["killed"] = killed
     succeed(*f"{FIRST['train']} --steps 1 --warmup 0".format(**places, out=places["run"]).split())
     return places
 

@@ -24,6 +24,7 @@ import regex  # comes with tiktoken, which needs it
 import tiktoken
 
 from plumbing.json_files import read_json
+from plumbing.new_files import hidden_until_complete
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
 from text.templates import SETTINGS, chat_template, default_template, read_settings
@@ -376,10 +377,8 @@ def train_tokenizer(
         if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.write_bytes(_model_file(tokens))
-    os.replace(temporary, out)  # so no run ever reads half a file
+    with hidden_until_complete(out) as hidden:
+        hidden.write_bytes(_model_file(tokens))
     trained = _encoding(out.name, {token: i for i, token in enumerate(tokens)}, WORD_PATTERN)
     n_bytes = sum(n * len(word.encode()) for word, n in words.items())
     n_tokens = sum(n * len(trained.encode_ordinary(word)) for word, n in words.items())
