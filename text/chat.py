@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
 from typing import NamedTuple
@@ -56,28 +55,36 @@ class Chat:
         given = dict(messages=self.messages, tools=self.tools, add_generation_prompt=asks)
         return render(self.tokenizer.template, **given, **self.tokenizer.names)
 
-    def mark(self, number: int) -> str:
-        return f"{self.guard}{number}{self.guard}"
-
     def with_marks(self) -> "Chat":
-        """Return the conversation with a mark in place of each content."""
-        numbered = enumerate(self.messages, 1)
-        marks = [m | {"content": self.mark(i)} if m.get("content") else m for i, m in numbered]
-        return replace(self, messages=marks)
+        """Return the conversation with a mark, its number between guards, for each content."""
+        marks = (f"{self.guard}{i}{self.guard}" for i in range(len(self.messages)))
+        pairs = zip(self.messages, marks)
+        messages = [m | {"content": mark} if m.get("content") else m for m, mark in pairs]
+        return replace(self, messages=messages)
 
     def write_whole(self, asks: bool = False) -> str:
         """Return what `write` does. Raise UserError if that leaves out a part of a content."""
-        text, marked = self.write(asks), self.with_marks().write(asks)
-        for i, message in enumerate(self.messages, 1):
+        marked = self.with_marks()
+        text, marked_text = self.write(asks), marked.write(asks)
+        for i, (message, its_mark) in enumerate(zip(self.messages, marked.messages), 1):
             content = message.get("content", "").strip()
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # which some templates write
             is_whole = content in text or as_json in text
-            if content and not (is_whole and self.mark(i) in marked):
+            if content and not (is_whole and its_mark["content"] in marked_text):
                 raise UserError(
                     f"the chat template leaves out message {i}, of the {message['role']}, or a "
                     f"part of it: leave it out, too, or divide the conversation there"
                 )
         return text
+
+    def write_before(self, i: int) -> str:
+        """Return what the template writes before the answer with index i, with its heading."""
+        if i > 0:
+            return replace(self, messages=self.messages[:i]).write(asks=True)
+        if not self.messages[0].get("content"):
+            raise UserError("the conversation begins with a call: let a message come before it")
+        marked = self.with_marks()
+        return marked.write().partition(marked.messages[0]["content"])[0]
 
     def can_do_without(self, name: str, text: str) -> bool:
         """Return whether the template writes the same text without a field that it was given."""
@@ -88,24 +95,18 @@ class Chat:
         except UserError:  # the template needs the field
             return False
 
-    def write_before(self, i: int) -> str:
-        """Return what the template writes before the answer with index i, with its heading."""
-        if i > 0:
-            return replace(self, messages=self.messages[:i]).write(asks=True)
-        if not self.messages[0].get("content"):
-            raise UserError("the conversation begins with a call: let a message come before it")
-        return self.with_marks().write().partition(self.mark(1))[0]
-
     def to_ids(self, text: str) -> list[int]:
         """Return the ids of a text that `write` returned. Names of special tokens without a guard
         stand for these tokens. The text between two of them is encoded in one piece, since a token
         may reach from a heading into a content."""
-        ids, end = [], 0
-        for match in self.tokenizer.special_pattern.finditer(text):
-            ids += self.tokenizer.encode(text[end : match.start()].replace(self.guard, ""))
-            ids.append(self.tokenizer.special[match[0].strip()])
-            end = match.end()
-        return ids + self.tokenizer.encode(text[end:].replace(self.guard, ""))
+        ids = []
+        for i, part in enumerate(self.tokenizer.special_pattern.split(text)):
+            is_name = i % 2 == 1  # texts and names take turns
+            if is_name:
+                ids.append(self.tokenizer.special[part.strip()])
+            else:
+                ids += self.tokenizer.encode(part.replace(self.guard, ""))
+        return ids
 
 
 def guarded(messages: Conversation, tools: list | None, tokenizer: Tokenizer) -> Chat:
@@ -222,7 +223,7 @@ class Packed:
     def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
         self.samples, self.seq_len, self.tokenizer = samples, seq_len, tokenizer
         self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
-        self.sources = [(len(self.rows), 1)]  # as data.Windows has it
+        self.sources = [(len(self.rows), 1)]  # one source has all rows, as in data.Windows
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
 
@@ -254,8 +255,8 @@ class Packed:
 
 
 class Rows(Packed):
-    """Samples, one a row. The rows of a batch are as long as its longest sample, rounded up to a
-    multiple of `multiple`, which evaluation sets. Padding follows a sample: there is no mask."""
+    """Samples, each in a row of its own, so that no mask is needed. The rows of a batch are as long
+    as its longest sample, rounded up to a multiple of `multiple`, which evaluation sets."""
 
     def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
@@ -302,11 +303,11 @@ def open_samples(
         train, val = samples, _encode_all(val_data, *options)[0]
     else:
         train, val = ([s for s in samples if s.line.split == split] for split in ("train", "val"))
-        if len(samples) == 1:
-            which = f"one sample that fits in --seq-len {seq_len}"
-            raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
         if not train or not val:
             train, val = samples[:-1], samples[-1:]
+        if not train:
+            which = f"one sample that fits in --seq-len {seq_len}"
+            raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
     packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
     train_rows, val_rows = packed
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
@@ -314,28 +315,24 @@ def open_samples(
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
         f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows{changes}"
     )
-    prompts = itertools.islice(_prompts(val, tokenizer, seq_len - ANSWER_ROOM), EXAMPLES)
-    return train_rows, val_rows, list(prompts), summary
+    # Shuffled by hash, since in the order of files the first samples may be much alike. First come
+    # those whose answer is more than a few words, and fits in what is generated.
+    val.sort(key=lambda sample: zlib.crc32(str(sample.line.messages).encode()))
+    val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
+    prompts = []
+    for line in (sample.line for sample in val):
+        answer = line.messages[-1].get("content")  # a call may have none
+        if answer and len(prompts) < EXAMPLES:
+            ids = encode_prompt(line.messages, tokenizer, line.tools)
+            if len(ids) <= seq_len - ANSWER_ROOM:
+                prompts.append((ids, answer))
+    return train_rows, val_rows, prompts, summary
 
 
 def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
     """Return the rows of all conversations of files, with what is too long truncated."""
     samples, _ = _encode_all(data, tokenizer, seq_len, reading)
     return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
-
-
-def _prompts(
-    samples: list[Sample], tokenizer: Tokenizer, longest: int
-) -> Iterator[tuple[list[int], str]]:
-    """Yield the prompts of at most `longest` tokens, each as (ids, true answer)."""
-    # Shuffled by hash, since in the order of files the first samples may be much alike. First come
-    # those whose answer is more than a few words, and fits in what is generated.
-    samples.sort(key=lambda sample: zlib.crc32(str(sample.line.messages).encode()))
-    samples.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
-    for line in (sample.line for sample in samples):
-        answer = line.messages[-1].get("content")  # a call may have none
-        if answer and len(ids := encode_prompt(line.messages, tokenizer, line.tools)) <= longest:
-            yield ids, answer
 
 
 def _encode_all(
@@ -357,11 +354,11 @@ def _encode_all(
                 raise UserError(f"{line.where}: {error}")
             n_slots = len(ids) - 1
             longest = max(longest, n_slots)
-            if any(is_target[: seq_len + 1]):
+            # In arrays an id and its is_target take 5 bytes, in lists about 48.
+            encoded = np.array(ids[: seq_len + 1], np.int32), np.array(is_target[: seq_len + 1])
+            if encoded[1].any():
                 truncated += n_slots > seq_len
-                # In arrays an id and its is_target take 5 bytes, in lists about 48.
-                arrays = np.array(ids, np.int32), np.array(is_target)
-                usable.append(Sample(line, tuple(array[: seq_len + 1] for array in arrays)))
+                usable.append(Sample(line, encoded))
     if not lines:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:

@@ -27,7 +27,7 @@ class PublishedTokenizer(Tokenizer):
     The space that SentencePiece's kind puts before a text counts as a byte of it."""
 
     def __init__(self, name: str, path: Path):
-        self.name = name
+        self.name, self.names = name, {}
         try:
             import tokenizers
         except ImportError:
@@ -64,8 +64,7 @@ class PublishedTokenizer(Tokenizer):
             self.inner.add_special_tokens([end])
         self.added = {n: t["id"] for n, t in tokens.items() if n not in self.special}
         self.spaces = {n: (t["lstrip"], t["rstrip"]) for n, t in tokens.items()}
-        found = (self.special[n] for n in [end, *STOPS] if n in self.special)
-        self.stop, self.names = tuple(dict.fromkeys(found)), {}
+        self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
         # <|endoftext|> both ends a document and begins the next, as with GPT-2.

@@ -107,13 +107,12 @@ def render(template: str, **variables) -> str:
 def _compiled(template: str):
     """Return a template of Jinja, compiled as transformers does, with the same functions."""
     try:
-        from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise UserError("chats need a package that torch needs, too: pip install jinja2")
 
     def raise_exception(message: str):
-        raise TemplateError(message)
+        raise ValueError(message)  # which `render` reports
 
     def tojson(value, ensure_ascii=False, **options) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)

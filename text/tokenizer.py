@@ -57,7 +57,7 @@ class Tokenizer:
     files: content of the file it was read from, if any, and of the SETTINGS beside it, by name
     vocab, special: ids of the ordinary and of the special tokens
     added: ids of ordinary tokens that are found in a text before anything is merged
-    spaces: special tokens that take the spaces to their left, to their right, with them
+    spaces: of a token, whether it takes the spaces to its left, and to its right, with it
     pieces: bytes of all tokens by id
     word_pattern: regular expression of the pre-tokenization; None where it takes more than one
     bos, eos: ids of the tokens that begin and end a document
@@ -112,12 +112,12 @@ class Tokenizer:
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern:
-        """What matches the name of a special token, the longest first, with the spaces it takes."""
+        """Pattern of the special tokens' names, the longest first, with the spaces they take."""
         patterns = []
         for name in sorted(self.special, key=len, reverse=True):
             left, right = (r"\s*" if takes else "" for takes in self.spaces.get(name, (0, 0)))
             patterns.append(left + re.escape(name) + right)
-        return re.compile("|".join(patterns))
+        return re.compile(f"({'|'.join(patterns)})")
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text. Names of special tokens in it are encoded as ordinary text."""
@@ -248,6 +248,7 @@ def _has_all_ids(vocab: dict[bytes, int]) -> bool:
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
+    """Return an encoding with Llama 3's special tokens, all or the first, after the ordinary ones."""
     n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
     special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
     ids = dict(mergeable_ranks=vocab, special_tokens=special)
