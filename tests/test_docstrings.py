@@ -22,7 +22,7 @@ def functions():
 
 def test_functions_come_without_their_docstrings(functions):
     sources = set()
-    for _, module, (prompt, answer), _ in functions:
+    for _, module, (prompt, answer), *_ in functions:
         assert (prompt["role"], answer["role"]) == ("user", "assistant")
         task, source = prompt["content"].split("\n\n", 1)
         assert task == "Write the docstring for this function."
@@ -114,7 +114,7 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
     found = list(conversations.docstrings())
     shown = [
-        (prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a), _ in found
+        (prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a), *_ in found
     ]
     places = [(split, module) for split, module, *_ in found]
     in_training, in_held_out = (f"{tmp_path.name}/{name}" for name in (other, held_out))
@@ -136,11 +136,13 @@ def test_rows_of_the_default_data_set(functions, monkeypatch):
     )  # found in seconds, not again
     train, val, prompts, summary = open_samples(["python"], BYTES, 2048)
     for packed, split in ((train, "train"), (val, "val")):
-        expected = [encode(talk, BYTES) for name, _, talk, _ in functions if name == split]
+        expected = [encode(talk, BYTES) for name, _, talk, *_ in functions if name == split]
         assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected
     assert summary.startswith(f"{len(train.samples):,} samples in {len(train):,} rows of 2,048 tok")
     assert summary.endswith(f" % filled; {len(val.samples):,} held out, in {len(val):,} rows")
-    held_out = {str(encode_prompt(t, BYTES)): t[-1] for name, _, t, _ in functions if name == "val"}
+    held_out = {
+        str(encode_prompt(t, BYTES)): t[-1] for name, _, t, *_ in functions if name == "val"
+    }
     assert len(prompts) == chat.EXAMPLES
     for ids, answer in prompts:
         assert chat.SHORTEST <= len(BYTES.encode(answer)) + 1 <= chat.ANSWER_ROOM

@@ -26,10 +26,8 @@ class Documents(NamedTuple):
 
     starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
-    # The most queries and keys of a document. Both are T, since a compiled model compiles again
-    # for each value.
-    max_queries: int
-    max_keys: int
+    max_queries: int  # of a document: T, since a compiled model compiles again for each value
+    max_keys: int  # the same of keys
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether `attention` can be used; if not, model.document_mask does the same."""

@@ -20,7 +20,6 @@ import math
 import zlib
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Line, conversations
+from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading
 from text.templates import render
 from text.tokenizer import Tokenizer
@@ -101,8 +100,7 @@ class Chat:
         may reach from a heading into a content."""
         ids = []
         for i, part in enumerate(self.tokenizer.special_pattern.split(text)):
-            is_name = i % 2 == 1  # texts and names take turns
-            if is_name:
+            if i % 2 == 1:  # texts and names take turns
                 ids.append(self.tokenizer.special[part.strip()])
             else:
                 ids += self.tokenizer.encode(part.replace(self.guard, ""))
@@ -276,11 +274,6 @@ EXAMPLES = 16  # validation prompts whose answers are scored
 SHOWN = 3  # of these, those whose answers are shown
 
 
-class Sample(NamedTuple):
-    line: Line
-    encoded: tuple[np.ndarray, np.ndarray]  # ids [n] int32, is_target [n] bool
-
-
 def open_samples(
     data: list[str],
     tokenizer: Tokenizer,
@@ -292,17 +285,16 @@ def open_samples(
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
 
-    data: JSONL files, directories of them, or `python` for the docstrings
-    val_data: the same for validation; without it, a hash of the samples' names holds out some of
-        `data`, and if that leaves a split empty, the last sample is held out
+    data, val_data: JSONL files, directories of them, or `python` for the docstrings
 
-    Raise UserError if there is no sample for one of the splits."""
+    Without `val_data`, a hash holds out some of `data`; where that leaves a split empty, the last
+    sample is held out. Raise UserError if a split has no sample."""
     options = tokenizer, seq_len, reading or Reading(), train_on_prompt
     samples, changes = _encode_all(data, *options)
     if val_data:
         train, val = samples, _encode_all(val_data, *options)[0]
     else:
-        train, val = ([s for s in samples if s.line.split == split] for split in ("train", "val"))
+        train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
         if not train or not val:
             train, val = samples[:-1], samples[-1:]
         if not train:
@@ -317,13 +309,13 @@ def open_samples(
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
-    val.sort(key=lambda sample: zlib.crc32(str(sample.line.messages).encode()))
+    val.sort(key=lambda sample: zlib.crc32(str(sample.messages).encode()))
     val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
     prompts = []
-    for line in (sample.line for sample in val):
-        answer = line.messages[-1].get("content")  # a call may have none
+    for sample in val:
+        answer = sample.messages[-1].get("content")  # a call may have none
         if answer and len(prompts) < EXAMPLES:
-            ids = encode_prompt(line.messages, tokenizer, line.tools)
+            ids = encode_prompt(sample.messages, tokenizer, sample.tools)
             if len(ids) <= seq_len - ANSWER_ROOM:
                 prompts.append((ids, answer))
     return train_rows, val_rows, prompts, summary
@@ -345,26 +337,26 @@ def _encode_all(
     """Return the samples, truncated to seq_len tokens, without those that then have no target, and
     text that says how many were truncated or dropped. Raise UserError if none is left."""
     usable, truncated, longest = [], 0, 0
-    lines = list(conversations(data, reading))
-    for line in with_progress(lines, "encoding samples"):
-        with reading.one(line.where):
+    samples = list(conversations(data, reading))
+    for sample in with_progress(samples, "encoding samples"):
+        with reading.one(sample.where):
             try:
-                ids, is_target = encode(line.messages, tokenizer, train_on_prompt, line.tools)
+                ids, is_target = encode(sample.messages, tokenizer, train_on_prompt, sample.tools)
             except UserError as error:
-                raise UserError(f"{line.where}: {error}")
+                raise UserError(f"{sample.where}: {error}")
             n_slots = len(ids) - 1
             longest = max(longest, n_slots)
             # In arrays an id and its is_target take 5 bytes, in lists about 48.
             encoded = np.array(ids[: seq_len + 1], np.int32), np.array(is_target[: seq_len + 1])
             if encoded[1].any():
                 truncated += n_slots > seq_len
-                usable.append(Sample(line, encoded))
-    if not lines:
+                usable.append(sample._replace(encoded=encoded))
+    if not samples:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
-            f"none of {len(lines):,} samples fits in --seq-len {seq_len}: the longest "
+            f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "
             f"takes {longest:,} tokens; give a longer --seq-len"
         )
-    counts = {"truncated": truncated, "dropped": len(lines) - len(usable)}
+    counts = {"truncated": truncated, "dropped": len(samples) - len(usable)}
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)

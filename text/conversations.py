@@ -26,8 +26,8 @@ from text.corpora import (
     standard_library,
 )
 
-Message = dict[str, Any]  # {"role": "user", "content": "Hi"}, and what else the template reads
-Conversation = list[Message]
+# Messages: {"role": "user", "content": "Hi"}, and what else the template reads.
+Conversation = list[dict[str, Any]]
 
 # --------------------------------------------------------------------------- conversation files
 
@@ -49,16 +49,17 @@ LINE_FIELDS = {"input", "system", "history", "tools", "functions", "weight", "tr
 LINE_FIELDS.update(*LAYOUTS)
 
 
-class Line(NamedTuple):
+class Sample(NamedTuple):
     """A conversation of a data set, and the tools that it may call."""
 
     split: str  # "train" or "val"
     where: str  # file and line, or module
     messages: Conversation
     tools: list | None = None
+    encoded: tuple | None = None  # by chat.encode, as arrays: ids [n] int32, is_target [n] bool
 
 
-def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
+def read_conversations(path: Path, reading: Reading) -> Iterator[Sample]:
     """Yield the conversation in each line of a JSONL file, or in each element of a JSON array.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
@@ -72,7 +73,7 @@ def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
             messages, tools = _conversation(record, where), _tools(record, where)
             unread |= _unread(record, LINE_FIELDS)
             unread = unread.union(*(_unread(message, MESSAGE_FIELDS) for message in messages))
-            yield Line(split_of(f"{document_name(path)}:{number}"), where, messages, tools)
+            yield Sample(split_of(f"{document_name(path)}:{number}"), where, messages, tools)
     if unread:
         names = ", ".join(sorted(unread))
         print_rank_zero(f"note: {path} has fields that are not read: {names}", file=sys.stderr)
@@ -80,9 +81,12 @@ def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
 
 def _unread(record: dict, known: set[str]) -> set[str]:
     """Return the fields that are not known and may mean something: texts, yes or no, messages."""
-    values = {key: record[key] for key in record.keys() - known}
-    values = {k: v[0] if isinstance(v, list) and v else v for k, v in values.items()}
-    return {key for key, value in values.items() if isinstance(value, str | bool | dict)}
+
+    def may_mean(value: object) -> bool:
+        has_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        return isinstance(value, str | bool) or has_messages
+
+    return {key for key in record.keys() - known if may_mean(record[key])}
 
 
 def _conversation(record: dict, where: str) -> Conversation:
@@ -144,11 +148,11 @@ def _tools(record: dict, where: str) -> list | None:
     return tools
 
 
-def _message(message: object, which: str) -> Message:
+def _message(message: object, which: str) -> dict[str, Any]:
     """Return a message of a conversation file. Raise UserError if it is not valid."""
     if not isinstance(message, dict):
         raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    # A null is a missing field; so are no calls, and a text of reasoning without a letter.
+    # A null is a missing field, and so are an empty list of calls and empty reasoning.
     given = {k: v for k, v in message.items() if v or (v is not None and k not in OPTIONAL_FIELDS)}
     message = {ALIASES.get(key, key): value for key, value in given.items()}
     if len(message) < len(given):
@@ -170,9 +174,8 @@ def _message(message: object, which: str) -> Message:
     if message["role"] == "assistant":
         if not (is_call or message["content"].strip()):
             raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-        train = _is_trained_on(message, which)
-        message = {key: message[key] for key in message if key not in ("weight", "train")}
-        message |= {} if train else {"train": False}
+        train = {} if _is_trained_on(message, which) else {"train": False}
+        message = {k: message[k] for k in message if k not in ("weight", "train")} | train
     return message
 
 
@@ -183,7 +186,7 @@ SUMMARY_LENGTHS = range(15, 301)  # characters: less says nothing, more is not a
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings() -> Iterator[Line]:
+def docstrings() -> Iterator[Sample]:
     """Yield a conversation for each function of the standard library: the user shows the function,
     and the assistant answers with the first paragraph of its docstring.
 
@@ -205,7 +208,7 @@ def docstrings() -> Iterator[Line]:
             if fits and source not in seen:
                 seen.add(source)
                 prompt = f"Write the docstring for this function.\n\n{source}"
-                yield Line(split, name, _one_turn(prompt, summary))
+                yield Sample(split, name, _one_turn(prompt, summary))
 
 
 def _without_docstring(function: Function, lines: list[str]) -> str:
@@ -226,7 +229,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # ----------------------------------------------------------------------------------- both kinds
 
 
-def conversations(data: list[str], reading: Reading) -> Iterator[Line]:
+def conversations(data: list[str], reading: Reading) -> Iterator[Sample]:
     """Yield each conversation of --data."""
     if data == ["python"] and not Path("python").exists():
         yield from docstrings()

@@ -255,12 +255,9 @@ def read_records(
 
 
 def check_string(value: object, what: str) -> str:
-    """Return a string that was in a JSON file. Raise UserError for another value."""
+    """Return a string that was in a JSON file. Raise UserError for another value.
+
+    JSON can hold half of a character, a lone surrogate, and UTF-8 cannot: it becomes U+FFFD."""
     if not isinstance(value, str):
         raise UserError(f"{what} {value!r:.60}: give it as a string")
-    return without_surrogates(value)
-
-
-def without_surrogates(text: str) -> str:
-    """JSON can hold half of a character, a lone surrogate, and UTF-8 cannot: it becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from plumbing.json_files import read_json
 from plumbing.processes import UserError
-from text.corpora import without_surrogates
+from text.corpora import check_string
 
 # Llama 3's form, in Meta's words, since ollama recognizes a template by its likeness to Meta's.
 CHAT_TEMPLATE = (
@@ -100,7 +100,7 @@ def render(template: str, **variables) -> str:
         raise UserError(f"the chat template does not write this conversation: {what:.200}")
     if len(text) > LENGTH:
         raise UserError(f"the chat template writes {len(text):,} characters: is it one of a chat?")
-    return without_surrogates(text)
+    return check_string(text, "the chat template writes")
 
 
 @functools.lru_cache

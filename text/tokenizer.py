@@ -192,8 +192,8 @@ class Tokenizer:
             made["tokenizer_config.json"] = kind | self.names
         if settings := read_settings(directory, "generation_config.json"):
             made["generation_config.json"] = settings | {"eos_token_id": list(self.stop)}
-        for name, content in made.items():
-            (directory / name).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+        for file, content in made.items():
+            (directory / file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
         if not chat_template(directory):
             (directory / "chat_template.jinja").write_text(self.template, "utf-8")
 
@@ -248,11 +248,12 @@ def _has_all_ids(vocab: dict[bytes, int]) -> bool:
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
-    """Return an encoding with Llama 3's special tokens, all or the first, after the ordinary ones."""
+    """Return the encoding of ordinary tokens, with special tokens of Llama 3 after them."""
     n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
     special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
-    ids = dict(mergeable_ranks=vocab, special_tokens=special)
-    return tiktoken.Encoding(name, pat_str=word_pattern, **ids)
+    return tiktoken.Encoding(
+        name, pat_str=word_pattern, mergeable_ranks=vocab, special_tokens=special
+    )
 
 
 # ----------------------------------------------------------------- Meta's file: tokenizer.model
