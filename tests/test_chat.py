@@ -386,12 +386,8 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
 
 
 def test_a_call_without_a_content_is_no_example(tmp_path):
-    """Its ids are not compared with those that a model writes."""
-    call = {"role": "assistant", "content": None, "function_call": CALL}
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.template = (
-        "{% for m in messages %}{{ m.content or m.function_call | tojson }}<|eot_id|>{% endfor %}"
-    )
+    tokenizer, call = load_tokenizer("bytes"), {"role": "assistant", "function_call": CALL}
+    tokenizer.template = "{% for m in messages %}{{ m | tojson }}<|eot_id|>{% endfor %}"
     path = write(tmp_path / "a.jsonl", *[{"messages": [user("a"), call]}] * 2)
     assert open_samples([str(path)], tokenizer, 128)[2] == []
 

@@ -113,9 +113,8 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     (tmp_path / other).write_text(SOURCE[: SOURCE.index("class A")])
     monkeypatch.setattr(conversations, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
     found = list(conversations.docstrings())
-    shown = [
-        (prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a), *_ in found
-    ]
+    talks = [sample.messages for sample in found]
+    shown = [(prompt["content"].split("\n\n", 1)[1], a["content"]) for prompt, a in talks]
     places = [(split, module) for split, module, *_ in found]
     in_training, in_held_out = (f"{tmp_path.name}/{name}" for name in (other, held_out))
     assert places == [("train", in_training), *[("val", in_held_out)] * 3]
@@ -131,9 +130,8 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
 
 
 def test_rows_of_the_default_data_set(functions, monkeypatch):
-    monkeypatch.setattr(
-        conversations, "docstrings", lambda: iter(functions)
-    )  # found in seconds, not again
+    # They were found in seconds, and are not looked for again.
+    monkeypatch.setattr(conversations, "docstrings", lambda: iter(functions))
     train, val, prompts, summary = open_samples(["python"], BYTES, 2048)
     for packed, split in ((train, "train"), (val, "val")):
         expected = [encode(talk, BYTES) for name, _, talk, *_ in functions if name == split]
