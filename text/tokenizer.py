@@ -299,6 +299,7 @@ def _published(tokenizer: Tokenizer) -> dict:
     bos = next(token for token, i in tokenizer.special.items() if i == tokenizer.bos)
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}  # as in training; Meta's file has it, too
     text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    merges = [" ".join(pair) for pair in merges]
     return {
         "version": "1.0",
         "normalizer": None,
@@ -311,12 +312,8 @@ def _published(tokenizer: Tokenizer) -> dict:
             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
         },
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,  # for a word that is a token
-            "vocab": vocab,
-            "merges": [" ".join(pair) for pair in merges],
-        },
+        # With ignore_merges, a word that is a token is not merged from its bytes.
+        "model": dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges),
     }
 
 
