@@ -72,7 +72,7 @@ class Chat:
             if content and not (is_whole and its_mark["content"] in marked_text):
                 raise UserError(
                     f"the chat template leaves out message {i}, of the {message['role']}, or a "
-                    f"part of it: leave it out, too, or divide the conversation there"
+                    f"part of it: leave the message out, too, or divide the conversation there"
                 )
         return text
 

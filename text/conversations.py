@@ -175,7 +175,7 @@ def _message(message: object, which: str) -> dict[str, Any]:
         if not (is_call or message["content"].strip()):
             raise UserError(f"{which} is an empty answer: write one, or leave the line out")
         train = {} if _is_trained_on(message, which) else {"train": False}
-        message = {k: message[k] for k in message if k not in ("weight", "train")} | train
+        message = {k: v for k, v in message.items() if k not in ("weight", "train")} | train
     return message
 
 

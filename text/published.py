@@ -56,7 +56,8 @@ class PublishedTokenizer(Tokenizer):
         for token, i in self.model["vocab"].items():
             if i not in self.pieces:
                 self.pieces[i] = _bytes_of(token, is_byte_level)
-        self.vocab_size, self.beginning = max(self.pieces) + 1, self._ids_before_a_text()
+        self.vocab_size = max(self.pieces) + 1
+        self.beginning = self._ids_before_a_text()
         # The token that ends a text need not be special in the file.
         end = token_names(path.parent).get("eos_token")
         if end in tokens:
@@ -67,7 +68,7 @@ class PublishedTokenizer(Tokenizer):
         self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
-        # <|endoftext|> both ends a document and begins the next, as with GPT-2.
+        # As with GPT-2, <|endoftext|> both ends a document and begins the next.
         self.eos = self.special.get("<|endoftext|>", self.stop[0])
         self.bos = self.beginning[0] if self.beginning else self.eos
         self.read_files(path)

@@ -179,8 +179,8 @@ class Tokenizer:
         return {"tokenizer": name, "tokenizer_hash": self.hash}
 
     def save_published(self, directory: Path) -> None:
-        """Write the tokenizer's files, and those that transformers needs beside them, with all that
-        a chat needs: a template, and the tokens that end an answer."""
+        """Write the tokenizer's files and, unless it has none, what transformers needs beside them;
+        then what a chat needs: a template, and the tokens that end an answer."""
         self.save(directory)
         made = {}
         if self.files and "tokenizer.json" not in self.files:
