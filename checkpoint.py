@@ -25,6 +25,7 @@ generate.py also accept a model directory of Meta or Hugging Face (files/formats
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -48,7 +49,6 @@ from files.adapters import (
     is_adapter,
     merged_weights,
     open_adapter,
-    peft_name,
     save_adapter,
 )
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
@@ -61,7 +61,7 @@ from model import Llama, LlamaConfig
 from plumbing.devices import use_gpu
 from plumbing.parser import Parser
 from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
-from plumbing.shards import allocate, assign_shard
+from plumbing.shards import allocate, assign_shard, to_local
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -107,6 +107,7 @@ class Saver(contextlib.AbstractContextManager):
         begin = use_gpu if gpu else None
         self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if flags.get("async_save") else None
         self.pending: Future | None = None  # the save in the background
+        self.newest: Path | None = None  # what `save` has returned last
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
@@ -127,9 +128,6 @@ class Saver(contextlib.AbstractContextManager):
         OUT, or if OUT has too little space for a checkpoint."""
         is_new = not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
-        if self.lora:
-            for name in weights:
-                peft_name(name)  # refuses one that PEFT's files have no name for
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
@@ -163,10 +161,16 @@ class Saver(contextlib.AbstractContextManager):
             )
 
     def save(self, step: int, best: bool = False) -> Path:
-        """Save OUT/step-N, to which OUT/best links from then on if it is the `best`, and return its
-        path. Raises UserError on all ranks if one fails."""
+        """Save OUT/step-N, unless the last call did, and return its path; OUT/best links to it from
+        then on if it is the `best`. Raises UserError on all ranks if one fails, or if a weight is
+        not finite."""
         self.wait()
         final = self.out / f"step-{step:08d}"
+        if final == self.newest:  # an evaluation has found it to be the best
+            self._remove_old(best)
+            return final
+        self._check_finite(step)
+        self.newest = final
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -186,6 +190,18 @@ class Saver(contextlib.AbstractContextManager):
         else:
             self._write(final, step, tensors, factors, best)
         return final
+
+    def _check_finite(self, step: int) -> None:
+        """Raise UserError if a weight is not finite, or so large that the norm is not: nobody could
+        go on from it, and --keep would remove what is better."""
+        trained = [to_local(p.detach()) for p in self.model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.get_total_norm(trained).item()
+        if not math.isfinite(sum(self._on_every_rank(lambda: norm))):
+            last = (directories.checkpoints(self.out) or ["none"])[-1]
+            raise UserError(
+                f"step {step}: the weights are not finite any more, and are not saved. The last "
+                f"checkpoint is {last}: --resume goes on from it, with a lower --lr"
+            )
 
     def wait(self) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed."""
@@ -219,8 +235,11 @@ class Saver(contextlib.AbstractContextManager):
             )
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
-        if rank == 0:
-            directories.remove_old(final, self.flags.get("keep", 0), best)
+        self._remove_old(best)
+
+    def _remove_old(self, best: bool) -> None:
+        if dist.get_rank() == 0:
+            directories.remove_old(self.newest, self.flags.get("keep", 0), best)
 
     def _on_every_rank(self, work: Callable) -> list:
         """Return work()'s results on all ranks, when all are done; raise on all what one raises."""

@@ -391,11 +391,17 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
         place, first_row = place - n_places, first_row + rows
 
 
+def tokens_done(args: argparse.Namespace, step: int) -> int:
+    """Return how many tokens a run has read after a step. Where a resume has changed the tokens of
+    a step, those before it had `token_offset` more, which its checkpoints keep with the flags."""
+    return args.token_offset + step * args.batch * args.seq_len
+
+
 def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
     World of parallel.py; `dataset` may also be a Packed of text/chat.py."""
     n_sequences = args.batch // world.data_size
-    first_sequence = (step - 1) * args.batch + world.data_rank * n_sequences
+    first_sequence = tokens_done(args, step - 1) // args.seq_len + world.data_rank * n_sequences
     rows = [row_of(first_sequence + i, dataset.sources, args.seed) for i in range(n_sequences)]
     return share_sequences(dataset.batch(rows), world)
 

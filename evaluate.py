@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +42,16 @@ from model import IGNORE, Llama
 from parallel import World, parallelize, unsharded, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import (
+    Process,
+    Stopped,
+    UserError,
+    init_distributed,
+    print_rank_zero,
+    run,
+    until_signal,
+    with_progress,
+)
 from runs.records import Totals, write_atomically
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
@@ -101,7 +111,8 @@ def row_sums(
     sums = torch.zeros(len(padded_rows), 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
-        for start in range(world.data_rank, len(padded_rows), microbatch * shares):
+        starts = range(world.data_rank, len(padded_rows), microbatch * shares)
+        for start in until_signal(with_progress(starts, "evaluating")):
             my_rows = slice(start, start + microbatch * shares, shares)
             batch = share_sequences(dataset.batch(padded_rows[my_rows]), world).to(world.device)
             # In a pipeline only the last rank has the losses; the others get 0.
@@ -132,7 +143,7 @@ def take_exam(
     rows = range(len(exam.choices))
     losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     stop, answers = exam.tokenizer.stop, []
-    for start in range(0, len(exam.prompts), microbatch):
+    for start in until_signal(range(0, len(exam.prompts), microbatch)):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)
     texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
@@ -163,25 +174,30 @@ def describe_exam(right: dict[str, float]) -> str:
 
 def evaluation_of_run(
     args: argparse.Namespace, job: Job, world: World, work: Work, sample_text: Callable[[int], str]
-) -> Callable[[int], dict[str, float | str]]:
+) -> Callable[[int], tuple[dict[str, float | str], int]]:
     """Return a function that evaluates the model of a run after a step: it prints the validation
-    loss, an exam's scores and sample_text(step), and returns them by name. All ranks call it."""
+    loss, an exam's scores and sample_text(step), and returns them by name, and 0; or, if a signal
+    ends it, nothing and the signal's number. All ranks call it."""
     model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
 
-    def evaluate_and_show(step: int) -> dict[str, float | str]:
+    def evaluate_and_show(step: int) -> tuple[dict[str, float | str], int]:
         model.eval()
-        totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-        gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
-        with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with each token
-            text = sample_text(step)
-            scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+        try:
+            totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
+            gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+            with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
+                text = sample_text(step)
+                scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+        except Stopped as stopped:
+            print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
+            return {}, stopped.signal
         model.train()
         print_rank_zero(
             f"step {step}: validation loss {totals.mean_loss:.4f}, "
             f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
         )
         losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
-        return losses | {"sample": text} | scores
+        return losses | {"sample": text} | scores, 0
 
     return evaluate_and_show
 

@@ -32,6 +32,7 @@ import lora
 import train
 from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
+from files.adapters import peft_name
 from generate import find_model
 from model import Llama
 from plumbing.processes import Process, UserError, print_rank_zero, run
@@ -70,6 +71,15 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     args.init = base["directory"]  # of a run, this is the newest checkpoint; records name it
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     rules.check_training_flags(args, base["model"], process, *techniques)
+    with torch.device("meta"):
+        model = Llama(base["model"])
+        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
+        # A changed model.py may lack some of the targets.
+        targets = tuple(name for name in args.targets if name in layer_names)
+        settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
+        lora.add_adapters(model, settings, args.base_bits)
+    for name in lora.adapters(model):
+        peft_name(name)  # refuses one that PEFT's files have no name for
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
@@ -85,13 +95,6 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     list_left_out(reading, f"conversations-{args.data_checksum}")
     print_rank_zero(summary)
-    with torch.device("meta"):
-        model = Llama(base["model"])
-        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
-        # A changed model.py may lack some of the targets.
-        targets = tuple(name for name in args.targets if name in layer_names)
-        settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
-        lora.add_adapters(model, settings, args.base_bits)
 
     def initialize(model: Llama) -> None:
         checkpoint.load_weights(args.init, model)

@@ -129,6 +129,8 @@ def stream(
         parts = zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1))
         *_, last = (model(part, positions=at, cache=cache) for part, at in parts)
         logits = last[:, -1].to(device)  # [B, V]
+        if not logits.amax(1).isfinite().all():
+            raise UserError("the model gives no finite logits: use weights from before it diverged")
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()

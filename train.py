@@ -85,7 +85,8 @@ def train(
     read_batch = partial(data.local_batch, args, world, job.train_set)
     batches = data.read_ahead(read_batch, steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
-    # A signal ends the run after this step or the next. The saver waits for a save under way.
+    # A signal ends the run after this step or the next, or in an evaluation. The saver waits for a
+    # save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
@@ -96,22 +97,24 @@ def train(
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
-            metrics = recorder.measure(step, totals, lr)
-            is_last_step = step == args.steps or totals.stop
-            if not totals.stop and is_due(step, args.eval_every, args.steps):
-                metrics |= evaluate_and_show(step)
+            metrics, stopped = recorder.measure(step, totals, lr), totals.stop
+            if step == args.steps or is_due(step, args.save_every, args.steps):
+                saver.save(step)  # before the evaluation, which may be long
+            if not stopped and is_due(step, args.eval_every, args.steps):
+                results, stopped = evaluate_and_show(step)
+                metrics |= results
             is_best = recorder.write(metrics)
-            if is_last_step or is_best or is_due(step, args.save_every, args.steps):
-                saved_path = saver.save(step, is_best)
-            if is_last_step:
+            if is_best or stopped:
+                saver.save(step, is_best)
+            if stopped:
                 break
             recorder.start_step()
 
-    print_rank_zero(f"checkpoint: {saved_path}")
-    if totals.stop:
+    print_rank_zero(f"checkpoint: {saver.newest}")
+    if stopped:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
-    plumbing.endings.end_if_restarted(totals.stop)
-    return not totals.stop
+    plumbing.endings.end_if_restarted(stopped)
+    return not stopped
 
 
 def is_due(step: int, every: int, steps: int) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 _ending = threading.RLock()
 _left_to_thread = threading.Event()
-_received: list[int] = []  # by signals_collected
+received: list[int] = []  # by signals_collected
 _started = time.monotonic()
 # What asks a run to save and end: Ctrl-C, torchrun, a closed terminal, Slurm, and the time limit.
 SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
@@ -69,14 +69,14 @@ def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
     """Yield a list to which SAVING_SIGNALS are added, instead of ending the process, within a
     `with` block. A second SIGINT ends it after all. `time_limit`, in seconds since this process
     has started, sends SIGALRM; 0 is none."""
-    _received.clear()
+    received.clear()
     ignored = {n for n in SAVING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN}  # as by nohup
     before = {n: signal.signal(n, _collect) for n in SAVING_SIGNALS if n not in ignored}
     if time_limit:
         left = time_limit - (time.monotonic() - _started)
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
     try:
-        yield _received
+        yield received
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
@@ -84,9 +84,9 @@ def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
 
 
 def _collect(number: int, frame) -> None:
-    if number == signal.SIGINT and number in _received:
+    if number == signal.SIGINT and number in received:
         end_interrupted()
-    _received.append(number)
+    received.append(number)
 
 
 def end_interrupted() -> None:

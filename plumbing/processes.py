@@ -231,6 +231,13 @@ def note_checkpoint(name: str) -> None:
     _store().set("newest checkpoint", name)
 
 
+def newest_checkpoint(store: dist.Store | None = None) -> str:
+    """Return the name of the checkpoint to continue from; "" before there is one."""
+    store = store or (_store() if dist.is_initialized() else dist.HashStore())
+    key = "newest checkpoint"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 _last_step: tuple[int, float, float] | None = None  # number; when it ended; when to report
 
 
@@ -283,6 +290,25 @@ def with_progress(items: Iterable, what: str, total: int | None = None) -> Itera
     for item in items:
         yield item
         progress.add()
+
+
+class Stopped(Exception):
+    """A rank has received the `signal` of this number, which asks the run to save and end."""
+
+    def __init__(self, signal: int):
+        self.signal = signal
+
+
+def until_signal(items: Iterable) -> Iterator:
+    """Yield the items, as all ranks do together. Raise Stopped on all ranks, in place of the next
+    item, once one of endings.SAVING_SIGNALS has been collected on some rank."""
+    for item in items:
+        signal_number = torch.tensor(max(endings.received, default=0))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(signal_number, dist.ReduceOp.MAX)
+        if signal_number:
+            raise Stopped(int(signal_number))
+        yield item
 
 
 # ------------------------------------------------------------------------------------------ end
@@ -446,8 +472,8 @@ def _describe_stuck(store: dist.Store) -> str:
 
 def _hint(store: dist.Store) -> str:
     """Return from which checkpoint to continue, or "" before there is one."""
-    key = "newest checkpoint"
-    return f"; --resume continues from {store.get(key).decode()}" if store.check([key]) else ""
+    newest = newest_checkpoint(store)
+    return f"; --resume continues from {newest}" if newest else ""
 
 
 _script_ended = threading.Event()  # set when Python exits; ends the watching thread

@@ -47,10 +47,13 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
         layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
-    if not equal.relative_difference(model(tokens, targets=tokens), loss) <= equal.TOLERANCE:
+    in_validation = model(tokens, targets=tokens)
+    if not equal.relative_difference(in_validation, loss) <= equal.TOLERANCE:
+        each, of_logits = in_validation / tokens.numel(), loss / tokens.numel()
         lines.append(
-            "note: the loss in validation is not the cross entropy of the logits that generation "
-            "uses: a change to logits belongs in logits_of"
+            f"note: in validation the loss is {each:.4g} a token, and the cross entropy of the "
+            f"logits that generation uses {of_logits:.4g}: a change of logits belongs in "
+            f"logits_of, one of the loss in loss_of, or under `if self.training`"
         )
     try:
         for part in (slice(0, 4), slice(4, 5), slice(5, 6)):

@@ -12,10 +12,12 @@ first is where to look: all that comes later only follows from it.
 small --model. At the start of every run a small model takes a step, without an update."""
 
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +40,14 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
 CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is more than 1
-    "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
-    "w2, some of the vocabulary in the loss",
+    "tp": "under --tp a rank has some of the heads from wq to wo (q.shape[2] of them, and its head "
+    "0 is not the model's), some of the features from w1 to w2, some of the vocabulary in the loss "
+    "(vocabulary.logsumexp, .sum and .size are of all)",
     "pp": "under --pp each stage calls Llama.forward on its layers, and is given x alone: move "
     "what you added there into a block, or do it only where the embedding or the output is",
-    "cp": "under --cp tokens may mix in attend alone, which is given `documents`; if it changes "
-    "scores, let SharedBatch.documents always make masks",
+    "cp": "under --cp another kernel computes attention: if attend changes scores, let "
+    "SharedBatch.documents always make masks. Tokens mix in attend alone, which is given "
+    "`documents`, and a loss sees this rank's tokens",
 }
 CAUSES_OF_PHASES = {
     "loss": "a loss that depends on other tokens: techniques/chunked_loss.py takes some at a time",
@@ -51,6 +55,13 @@ CAUSES_OF_PHASES = {
     "reduction": "a gradient that is not summed over tp or data ranks (see PLAN), or is scaled by "
     "their number; a microbatch that counts twice or not at all",
     "update": "an optimizer that takes a shard for the whole matrix; updates that are not gathered",
+}
+CAUSES_OF_ERRORS = {  # by a part of what torch says
+    "mixed torch.Tensor and DTensor": "what COLUMNS returns are this rank's features, and x in a "
+    "block is a DTensor, of all ranks: for outputs that every rank needs, as a router's, PLAN says "
+    "NORM or ROWS, and a module of OfHeads() returns its `weight`, to be multiplied outside",
+    "writes_to_stream": "name there the layers of that module whose output is added to x, () for "
+    "none; in place of nn.Sequential write a module",
 }
 MODEL_ERRORS = TypeError, AttributeError, ValueError, RuntimeError, LookupError
 
@@ -69,7 +80,7 @@ def take_step(
             output.retain_grad()
             outputs.setdefault(name, []).append(output)
 
-    for name, module in model.eval().named_modules():  # without dropout
+    for name, module in model.named_modules():
         module.register_forward_hook(partial(keep, name))
     batch, parallel = batch.to(world.device), world.parallel
     loss = accumulate(runner, batch, world=world)
@@ -119,6 +130,16 @@ def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).norm() / expected.norm().clamp(min=1e-6)  # below 1e-6 is rounding
 
 
+def is_random(model: Llama, batch: Batch) -> bool:
+    """Return whether a model has another loss each time, as in training with dropout. Then it is
+    compared as in evaluation: what stands under `if self.training` is not."""
+    losses = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.add(model(*batch.inputs).item())
+    return len(losses) > 1
+
+
 def compare_steps(
     config: LlamaConfig, initialize, batch: Batch, own: Batch, world: World, accumulate, update=None
 ) -> str:
@@ -132,9 +153,12 @@ def compare_steps(
         plain, model = Llama(config).double(), Llama(config)
     allocate(plain, world.device)
     initialize(plain)
+    is_trained = not is_random(plain.train(), batch.to(world.device))
     alone = replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
+    plain.train(is_trained)
     expected = take_step(plain, plain, batch, alone, accumulate, update)
     runner = parallelize(model, world, initialize)
+    model.train(is_trained)
     found = take_step(model, runner, own, world, accumulate, update)
     errors = []
     for key, tensor in expected.items():
@@ -161,26 +185,33 @@ def causes(phase: str, parallel: ParallelConfig) -> str:
 # ------------------------------------------------------------------------- at the start of a run
 
 
-def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None:
+def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Callable) -> None:
     """Raise UserError on all ranks if the gradients of a small model are not the slope of its loss,
     or if it does not train as model.py says."""
     if world.device.type == "mps":  # which has no float64
         world = replace(world, device=torch.device("cpu"))
-    check_gradients(small_config(config, 2), world.device)
     parallel = in_float64(world.parallel)
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
-    n_layers, rows, length = 4, 1, 768  # several chunks of the loss, and longer than a short window
+    try:
+        check_gradients(small_config(config, 2), world.device)
+        if cp > 1:
+            check_attend(small_config(config))
+    except MODEL_ERRORS as error:
+        raise UserError(f"model.py fails with small sizes: {describe(error)}")
+    n_layers, rows, length = 4, 1, 769  # several chunks of the loss, and longer than a short window
     if pp > 1:
         n_layers = config.n_layers  # so that stages begin where those of the run do
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
         length = length if cp > 1 else 8  # a pipeline of many microbatches would take seconds
     world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
-    multiple = 2 * cp * tp  # which these ranks share evenly
-    T = (length // multiple + 1) * multiple
+    cases = [(length, False)]
+    if cp > 1:  # other code masks documents there, and a rank sees a part of the run's length
+        cases.append((min(seq_len, 2048), True))
     one_by_one = partial(accumulate, microbatch=1)
-    # Documents are masked by attend, but under --cp by code of its own.
-    for packed in (False, True) if cp > 1 else (False,):
+    multiple = 2 * cp * tp  # which these ranks share evenly
+    for length, packed in cases:
+        T = math.ceil(length / multiple) * multiple
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
         try:
@@ -194,37 +225,49 @@ def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None
 
 
 def describe(error: Exception) -> str:
-    """Return an error of model.py as one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f" in line {f.lineno} of model.py" for f in frames if f.filename.endswith("/model.py")]
-    return f"{type(error).__name__}{''.join(lines[-1:])}: {str(error).splitlines()[0]}"
+    """Return an error of model.py as one line: the last line of model.py that it came from, in
+    which module, and what usually causes it."""
+    where, said = "", str(error).partition("\n")[0]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith("/model.py"):
+            where = f" in line {line} of model.py"
+            if module := frame.f_locals.get("self"):
+                where += f", {type(module).__name__}"
+    usual = [cause for part, cause in CAUSES_OF_ERRORS.items() if part in said]
+    return ": ".join([f"{type(error).__name__}{where}", said, *usual])
 
 
 def check_gradients(config: LlamaConfig, device: torch.device) -> None:
     """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
-    forward of an autograd.Function was changed and its backward was not; or if the loss is not a
-    sum over the targets that are not IGNORE."""
+    forward of an autograd.Function was changed and its backward was not; or if the loss is random
+    in evaluation, or no sum over rows and over the targets that are not IGNORE."""
     model = Llama(config).double()
-    try:
-        model.init_weights()
-    except ValueError as error:  # a parameter without an initial value
-        raise UserError(str(error))
+    model.init_weights()  # raises for a parameter without an initial value
     with_fixed_weights(model).to(device)
-    tokens, targets, _ = small_batch(1, 8, config).to(device).inputs
-    loss = model(tokens, targets)
-    twice = torch.cat([targets, torch.full_like(targets, IGNORE)])
-    if not relative_difference(model(tokens.repeat(2, 1), twice), loss) < TOLERANCE:
+    batch = small_batch(2, 8, config).to(device)
+    tokens, targets, _ = batch.inputs
+    if is_random(model.train(), batch) and is_random(model.eval(), batch):
         raise UserError(
-            "another row without targets changes the loss, since model.py was changed: the loss "
-            "must be a sum over targets, of which IGNORE does not count"
+            "model.py computes another loss each time, in evaluation, too: give its dropout the "
+            "condition self.training, as nn.Dropout has it, and keep nothing from call to call"
         )
+    loss = model(tokens, targets)
+    first, second = (model(tokens[i : i + 1], targets[i : i + 1]) for i in (0, 1))
+    ignored = model(tokens, torch.stack([targets[0], torch.full_like(targets[1], IGNORE)]))
+    for found, expected, what in (ignored, first, "without"), (loss, first + second, "with"):
+        if not relative_difference(found, expected) < TOLERANCE:
+            raise UserError(
+                f"beside a row {what} targets the loss is {found:.4g} and not {expected:.4g}, "
+                f"since model.py was changed: it must be a sum over targets, no mean, IGNORE is no "
+                f"target, and rows do not depend on each other"
+            )
     loss.backward()
     # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints would
     # recompute with another. Backward runs from the last parameter to the first: the first wrong
     # gradient names the fault.
     for name, parameter in reversed(dict(model.named_parameters()).items()):
         before, losses = parameter.detach().clone(), []
-        step = torch.ones_like(before).cumsum(0).sin() * 1e-5  # in a direction of no symmetry
+        step = torch.ones_like(before).cumsum(0).sin() * 1e-6  # in a direction of no symmetry
         for moved in (before + step, before - step):
             parameter.data.copy_(moved)
             losses.append(model(tokens, targets).detach())
@@ -234,22 +277,41 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
         if not (losses[0] - losses[1] - expected).abs() <= 1e-5 * expected.abs() + 1e-10:
             raise UserError(
                 f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
-                f"an autograd.Function needs a backward of the same function; plain PyTorch none"
+                f"take .detach() or no_grad out of its way to the loss; an autograd.Function needs "
+                f"a backward of the same function, and plain PyTorch none"
             )
 
 
+def check_attend(config: LlamaConfig) -> None:
+    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. That is so if
+    fewer are drawn where another function attends, as it does under --cp."""
+    model, batch, states = with_fixed_weights(Llama(config)).train(), small_batch(1, 8, config), []
+    other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, k, v: q)
+    for documents in (None, other):
+        torch.manual_seed(0)
+        model(batch.tokens, batch.targets, torch.arange(8)[None], documents=documents)
+        states.append(torch.get_rng_state())
+    if not torch.equal(*states):
+        raise UserError(
+            "attend has dropout, and under --cp techniques/context_parallel.py attends without it: "
+            "leave out --cp, or drop out what Attention.forward writes"
+        )
+
+
 def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
-    """Return `config` with small sizes, which tp divides, but with its own head_dim: on that
-    depends which kernel computes attention."""
-    sizes = dict(dim=32 * tp, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp, vocab_size=5 * tp)
-    return replace(config, n_layers=n_layers, **sizes)
+    """Return `config` with small sizes, which tp divides, and 3, 5 or 7 where they divide the large
+    ones, as groups of features may need; but with its own head_dim: on that depends which kernel
+    computes attention."""
+    dim, ffn_dim = (math.gcd(size, 3 * 5 * 7) for size in (config.dim, config.ffn_dim))
+    sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp * ffn_dim)
+    return replace(config, n_layers=n_layers, vocab_size=5 * tp, **sizes)
 
 
 def small_batch(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
-    """Return rows of T tokens, a third of them without a target. If packed, a row has three
-    documents, the second of one token."""
+    """Return rows of T tokens, a ninth of them without a target. If packed, a row has three
+    documents, the second of one token. Where --cp parts a row, targets count on both sides."""
     index = torch.arange(rows * T).view(rows, T)
     tokens = index**2 % 61 % config.vocab_size
-    targets = tokens.roll(-1, 1).masked_fill(index % 3 == 0, IGNORE)
+    targets = tokens.roll(-1, 1).masked_fill(index % 9 == 2, IGNORE)
     positions = torch.cat([torch.arange(n) for n in (T // 3, 1, T)])[:T].repeat(rows, 1)
     return Batch(tokens, targets, positions if packed else None, text_bytes=0)

@@ -24,10 +24,11 @@ from costs.machines import peak_flops
 from costs.page import Traffic, sends
 from costs.seconds import sent_bytes
 from costs.shapes import flops_per_token
+from data import tokens_done
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
-from plumbing.processes import UserError, note_step, print_rank_zero
+from plumbing.processes import UserError, newest_checkpoint, note_step, print_rank_zero
 from text.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
@@ -36,7 +37,7 @@ RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
     "time_limit val_data exam keep_best microbatch device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
-    "rank alpha dropout rslora targets data_checksum"
+    "rank alpha dropout rslora targets data_checksum token_offset"
 ).split()
 
 
@@ -105,7 +106,7 @@ class Recorder(contextlib.AbstractContextManager):
             "bits_per_byte": totals.bits_per_byte,
             "grad_norm": totals.grad_norm,
             "lr": lr,
-            "tokens": step * args.batch * args.seq_len,
+            "tokens": tokens_done(args, step),
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
@@ -189,10 +190,10 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
     """Return what ends a run whose `losses` [ranks], or else its gradient norm, are not finite."""
     ranks = ", ".join(str(i) for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
     culprit = f"loss on rank {ranks}" if ranks else "gradient norm"
-    return (
-        f"step {step}: the {culprit} is not finite. Nothing was updated: give a lower --lr, or "
-        f"--resume from the last checkpoint with --skip-steps {step}, which leaves out this batch"
-    )
+    advice = f"--resume with --skip-steps {step}, which leaves out this batch"
+    if newest := newest_checkpoint():
+        advice += f", or, if all batches fail after {newest}, remove it and --resume before it"
+    return f"step {step}: the {culprit} is not finite. Nothing was updated: lower --lr, or {advice}"
 
 
 def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
@@ -257,13 +258,22 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
     had = before.get("optimizer", "adamw")  # before there was a choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    for name in sorted(now.keys() - {*RESUMABLE, *RESUMABLE_FLAGS}):
-        if name in before and str(before[name]) != str(now[name]):
-            change = f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
-            print_rank_zero(f"warning: {change}", file=sys.stderr)
-    if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
+    same_experiment = {*RESUMABLE, *RESUMABLE_FLAGS}
+    if now["keep_best"]:  # it compares losses before and now
+        same_experiment -= {"val_data", "eval_windows"}
+    both = before.keys() & now.keys()
+    changed = {name for name in both if str(before[name]) != str(now[name])}
+    warnings = [
+        f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
+        for name in sorted(changed - same_experiment)
+    ]
+    if "data_checksum" in changed:
         told = "no longer gives the sequences that the run began with: further steps see others"
-        print_rank_zero(f"warning: --data {' '.join(now['data'])} {told}", file=sys.stderr)
+        warnings.append(f"--data {' '.join(now['data'])} {told}")
+    elif changed & {"data", "seed", "seq_len"}:
+        warnings.append("sequences have another order now: this epoch may read some of them again")
+    for warning in warnings:
+        print_rank_zero(f"warning: {warning}", file=sys.stderr)
 
 
 def start_profiler(path: Path) -> torch.profiler.profile:

@@ -17,7 +17,7 @@ import checkpoint
 from config import FLAGS, Work
 from costs.page import sends
 from costs.search import choose_parallel, sent_by_strategy, usable_memory, what_would_fit
-from data import Windows, open_windows
+from data import Windows, open_windows, tokens_done
 from files.directories import newest_undamaged
 from model import Llama
 from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
@@ -206,7 +206,7 @@ def build(
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     world = with_mesh(process, parallel)
-    check_model(job.whole.config, world, accumulate)
+    check_model(job.whole.config, work.seq_len, world, accumulate)
     check_documents(job.whole.config, world)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
@@ -227,8 +227,13 @@ def resume(
     if not newest:
         return 0
     newest = newest_undamaged(newest)
-    records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
+    before = checkpoint.read_config(newest)["flags"]
+    records.warn_about_changed_flags(before, vars(args))
     steps_done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
+    tokens_read = tokens_done(argparse.Namespace(**{"token_offset": 0} | before), steps_done)
+    args.token_offset = tokens_read - tokens_done(args, steps_done)
+    if args.epochs:
+        args.steps -= args.token_offset // (args.batch * args.seq_len)
     print_rank_zero(f"resumed from {newest}")
     if steps_done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")

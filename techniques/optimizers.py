@@ -292,7 +292,7 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             if parameter.grad is None:
-                raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
+                raise UserError(f"{name} got no gradient: use it in every microbatch, or remove it")
             parameters.append(parameter)
     squared_norm = local_squared_norm(parameters, ranks)
     return [to_local(parameter.grad) for parameter in parameters], squared_norm

@@ -147,7 +147,7 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
             remedy = (
                 "add its layer to PLAN in parallel.py, as COLUMNS or ROWS if it is linear, as NORM "
                 "if it acts on each token of the residual stream, as OfHeads() of "
-                "techniques/parallel_layers.py if it is a number for each head"
+                "techniques/parallel_layers.py if its forward returns a number for each head"
             )
             if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"

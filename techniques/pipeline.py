@@ -103,7 +103,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     parts = {"tok_embeddings", "layers", "norm", "output"}
     others = nn.ModuleDict({n: child for n, child in model.named_children() if n not in parts})
     for name, _ in [*model.named_parameters(recurse=False), *others.named_parameters()]:
-        raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+        raise UserError(
+            f"{name} belongs to no stage of a pipeline: move it into a block or, if it follows the "
+            f"last one, let cut and stages_of of techniques/pipeline.py treat it as `output`"
+        )
     trains = any(p.requires_grad for p in model.parameters())
     for stage in range(stages):
         blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]

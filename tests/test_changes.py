@@ -141,6 +141,7 @@ NORM = "self.norm(x if cache is None else x[:, -1:])"
 KEYS = "k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))"
 VALUES = "v = self.wv(x).view(B, T, -1, self.head_dim)"
 ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
+RETURN_LOSS = "return self.loss(hidden, weight, targets, self.vocabulary)"
 LOOP = "            for block in self.layers.values():\n                x = block("
 
 SHARED_GLOBAL = {  # odd layers add the keys of the layer before, from a global
@@ -166,6 +167,15 @@ SCALES = {  # each head has a learned scale, 1 at first as that of a norm
     KEYS: f"q = q * self.scale()[:, None]\n        {KEYS}",
 }
 
+SECOND = {
+    RETURN_LOSS: f"{RETURN_LOSS} + self.loss(hidden[:, :-1], weight, targets[:, 1:], "
+    "self.vocabulary)"
+}  # predicts the token after the next, too
+GROUPS = {  # each third of a norm's features is divided by its own size
+    "        return rms_norm(x, self.weight, self.eps)": "        x = x.unflatten(-1, (3, -1))\n"
+    "        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()\n"
+    "        return x.flatten(-2) * self.weight",
+}
 FORWARD = "first in forward: the output of layers."
 TP = f"{FORWARD} ... under --tp a rank has some of the heads"
 REFUSED = {  # what is changed, flags, parts of the line that refuses it
@@ -183,13 +193,32 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "detached": ({"self.w1(x)": "self.w1(x).detach()"}, {},
                  "the gradient of layers.1.feed_forward.w1.weight is not the slope of"),
     "a mean": ({SUM: SUM.replace(".sum()", ".mean()")}, {},
-               "another row without targets changes the loss"),
+               "beside a row without targets the loss is  ... it must be a sum over targets"),
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
     "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "a mean of targets": (  # in a chunk
-        {SUM: f"{SUM} / (targets != IGNORE).sum()"}, {}, "first in loss: the loss"),
+        {SUM: f"{SUM} / (targets != IGNORE).sum()"}, {},
+        "beside a row with targets the loss is "),
+    "a loss that sees the next target": (SECOND, dict(cp=2),
+        "first in loss: the loss ... and a loss sees this rank's tokens"),
+    "a line for training alone": (
+        {RETURN_LOSS: "z = F.linear(hidden, weight).logsumexp(-1)[targets != IGNORE].sum()\n    "
+         f"        {RETURN_LOSS} + self.training * z"}, dict(tp=2), "first in loss: the loss"),
+    "dropout of scores": (
+        {"v: Tensor, mask) ->": "v: Tensor, mask, p) ->", "options = dict(": "options = dict("
+         "dropout_p=p, ", "attend(q, k, v, mask)": "attend(q, k, v, mask, 0.1 * self.training)"},
+        dict(cp=2), "attend has dropout"),
+    "dropout without a condition": (
+        {FEED_FORWARD: f"F.dropout({FEED_FORWARD}, 0.5)"}, {},
+        "model.py computes another loss each time, in evaluation, too"),
+    "no writes_to_stream": (
+        {'    writes_to_stream = ("w2",)\n': ""}, {},
+        "of model.py, Llama: 'FeedForward' object has no  ... name there the layers of that"),
+    "features where all are needed": (
+        {FEATURES: f"self.w1(x)[..., :1] * {FEATURES} * x.mean(-1, keepdim=True)"}, dict(tp=2),
+        ", FeedForward: aten.mul ... for outputs that every rank needs, as a router's"),
 }  # fmt: skip
 
 
@@ -198,7 +227,7 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     edits, options, says = REFUSED[name]
     changed = changed_copy(tmp_path / "copy", edits=edits)
     given = flags(corpus, tmp_path / "run", **options)
-    ranks = options.get("tp", 1) * options.get("pp", 1)
+    ranks = math.prod(options.get(name, 1) for name in ("tp", "pp", "cp"))
     refused(launch(*changed, "train.py", *given, nproc=ranks * (ranks > 1)), *says.split(" ... "))
 
 
@@ -208,11 +237,13 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
         slow(SHARED, dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
         (SHARED, dict(tp=2)),
         (SCALES, dict(tp=2)),
+        (GROUPS, dict(tp=2, dim=96)),
     ],
-    ids=["pp", "tp", "tp of scales"],
+    ids=["pp", "tp", "tp of scales", "groups"],
 )
 def test_what_has_its_place_is_exact(edits, split, corpus, tmp_path):
-    """Values of another layer as arguments; in PLAN, a number for each head."""
+    """Values of another layer as arguments; in PLAN, a number for each head; a norm of three groups
+    of features, which a small model has, too."""
     changed = changed_copy(tmp_path / "copy", edits=edits)
     if edits is SCALES:
         file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
@@ -220,10 +251,33 @@ def test_what_has_its_place_is_exact(edits, split, corpus, tmp_path):
         source = file.read_text().replace("    NORM,\n", "    NORM,\n    OfHeads,\n")
         file.write_text(source.replace(place, planned))
     one, two = tmp_path / "one", tmp_path / "two"
-    given = dict(steps=2, n_layers=split.get("n_layers", 2))
+    given = dict(steps=2, n_layers=split.get("n_layers", 2), dim=split.get("dim", 32))
     succeed(*changed, "train.py", *flags(corpus, two, **given | split), nproc=2)
     succeed(*changed, "train.py", *flags(corpus, one, **given))
     same_metrics(metrics(two), metrics(one))
+
+
+def test_the_three_worked_changes_are_exact(corpus, tmp_path):
+    """Those of docs/change.md, all in one copy, as they are printed there."""
+    page = (ROOT / "docs/change.md").read_text()
+    activation, gate, loss, *_ = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    made, h, called = (
+        re.search(f"`({begin}[^`]*)`", page)[1] for begin in ("self.gate = G", "h =", "x = x")
+    )
+    planned = re.search(r"`(\"layers[^`]*)`", page)[1]
+    changed = changed_copy(tmp_path / "copy", edits={
+        "    return F.silu(gate) * up": activation, f"    {LOSS}": loss,
+        "class Block(": f"{gate}\n\n\nclass Block(",
+        "        self.ffn_norm": f"        {made}\n        self.ffn_norm",
+        f"x = x + {ATTENTION}": f"{h}\n        {called}",
+    })  # fmt: skip
+    file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
+    file.write_text(file.read_text().replace(place, f"{place}\n    {planned},"))
+    runs = {"one": {}, "tp": dict(tp=2), "pp": dict(pp=2, microbatch=2), "cp": dict(cp=2)}
+    for out, split in runs.items():
+        given = flags(corpus, tmp_path / out, steps=2, optimizer="muon", **split)
+        succeed(*changed, "train.py", *given, nproc=2 * bool(split))
+        same_metrics(metrics(tmp_path / out), metrics(tmp_path / "one"))
 
 
 WQ = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
@@ -237,7 +291,7 @@ CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
     [
         ({}, "tensorwise", ""),
         (NO_CACHE, "none", "generation computes other logits than training"),
-        (CAPPED, "none", "the loss in validation is not the cross entropy of the logits that gen"),
+        (CAPPED, "none", "in validation the loss is "),
         (WQ, "tensorwise", "adapters and 8 bits have no effect in attention.wq"),
         slow(WQ, "none", ""),
     ],

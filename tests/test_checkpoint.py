@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import succeed
+from conftest import launch, refused, succeed
 from test_formats import Evil
+from test_train import flags
 
 import checkpoint
 from config import ParallelConfig
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
+from generate import generate
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError, init_distributed
 from runs.records import best_loss
@@ -164,6 +166,7 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
     assert best_loss(tmp_path) == math.inf
     with checkpoint.Saver(tmp_path, *trained(), BYTES, {"keep": 1, "async_save": True}) as saver:
         for step, loss in losses.items():
+            saver.save(step)  # a save that is due comes before the evaluation
             saver.save(step, best=loss < best_loss(tmp_path))
             saver.wait()
             kept = sorted(p.name for p in tmp_path.glob("step-*"))
@@ -171,6 +174,21 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
             assert kept == [f"step-{n:08d}" for n in sorted({best, step})]
             assert best_loss(tmp_path) == losses[best]
             assert checkpoint.read_config(tmp_path / "best")["step"] == best
+
+
+def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
+    """One weight of one of two ranks, and a run whose last step has diverged."""
+    model, optimizer = trained()
+    save(tmp_path, 1, model, optimizer)
+    model.norm.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match=r"step 2: the weights .*is .*step-00000001"):
+        save(tmp_path, 2, model, optimizer)
+    with pytest.raises(UserError, match="the model gives no finite logits"):
+        generate(model, [[1]], 1, temperature=0)
+    assert not list(tmp_path.glob("*2"))
+    for nproc in (0, 2):
+        arguments = flags(corpus, tmp_path / "run", steps=1, lr=1e38, dtype="float32", warmup=0)
+        refused(launch("train.py", *arguments, nproc=nproc), "step 1: the weights are not finite")
 
 
 def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):

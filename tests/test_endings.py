@@ -40,6 +40,7 @@ from model import Llama
 from perf.instruments import random_batch
 from plumbing import endings
 from plumbing.processes import UserError
+from runs import records
 from techniques.optimizers import make_optimizer
 from train import train_step
 
@@ -137,6 +138,24 @@ def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, begin, nproc, 
     assert saved.name == f"step-{stopped:08d}" and stopped >= 5
     arguments = flags(corpus, out, steps=stopped + 2, **parallel)
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
+
+
+@pytest.mark.parametrize("save_every", [5, 0])
+def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
+    """On all ranks, though one has received it. What is due is saved before."""
+    (long := tmp_path / "long.txt").write_text("one two three\n" * 100_000)
+    out, often = tmp_path / "run", dict(eval_every=5, save_every=save_every)
+    often |= dict(eval_windows=10**6, microbatch=1, val_data=long)
+    arguments = flags(corpus, out, steps=9, **often)
+    run = Forks("train.py", *arguments, nproc=2, timeout=60)
+    wait_for_lines(out / "metrics.jsonl", 4)
+    time.sleep(2)
+    assert (out / "step-00000005").exists() == bool(save_every)
+    os.kill(run.ranks[1], signal.SIGTERM)
+    result = run.finish()
+    assert "step 5: the evaluation is given up" in result.err and result.code == 0
+    assert "stopped at step 5; the same command with --resume goes on" in result.out
+    assert (out / "step-00000005").exists() and "val_loss" not in metrics(out)[-1]
 
 
 def descendants(process: int) -> list[int]:
@@ -326,7 +345,7 @@ def test_a_node_that_reads_for_long_is_waited_for():
     succeed("tests/workers/meeting.py", nproc=2)
 
 
-def test_nothing_is_updated_when_another_rank_is_not_finite():
+def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
     model = Llama(CONFIG)
     model.init_weights()
     optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
@@ -345,7 +364,9 @@ def test_nothing_is_updated_when_another_rank_is_not_finite():
     before = [tensor.clone() for tensor in state]
     with pytest.raises(UserError, match="step 2: the loss on rank 1 is not finite"):
         step(2, math.nan, 1.0)
-    with pytest.raises(UserError, match="step 3: the gradient norm is not finite"):
+    monkeypatch.setattr(records, "newest_checkpoint", lambda: "step-00000002")
+    told = "step 3: the gradient norm is not finite.* after step-00000002, remove it and --resume"
+    with pytest.raises(UserError, match=told):
         step(3, 9.0, math.inf)
     assert all(map(torch.equal, before, state))
 

@@ -4,6 +4,9 @@ import pytest
 from conftest import launch, slow, succeed, with_fault
 from test_train import SIZES
 
+from model import IGNORE, PRESETS
+from runs.equal import small_batch
+
 
 def flags(corpus, more: str) -> list[str]:
     given = ["--data", corpus, *SIZES, "--seq-len=32", "--batch=4", "--microbatch=1"]
@@ -32,3 +35,14 @@ def test_a_fault_is_named_in_its_module(file, old, new, more, named, corpus, tmp
     result = launch(*within, *flags(corpus, more), nproc=2)
     assert result.code == 0, result.err
     assert named in result.out and "usual causes" in result.out
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_targets_count_on_both_sides_of_a_border_of_the_check(cp, tp):
+    """So that a loss that sees the targets of the next tokens differs under --cp."""
+    T = (768 // (2 * cp * tp) + 1) * 2 * cp * tp
+    counts = small_batch(1, T, PRESETS["tiny"]).targets[0] != IGNORE
+    borders = range(T // (2 * cp), T, T // (2 * cp))
+    assert any(counts[border - 3 : border + 3].all() for border in borders)
+    assert not counts[:8].all()  # of check_gradients

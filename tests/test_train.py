@@ -245,6 +245,29 @@ def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
     assert f"warning: --data {data} no longer gives the sequences" in resume(3, seed=1).err
 
 
+def test_another_batch_goes_on_in_the_data_where_the_run_stopped(corpus, tmp_path):
+    """The learning rate is 0: what a step's loss depends on are its sequences alone."""
+
+    def run(out: str, **given) -> tuple[list[float], list[int]]:
+        arguments = flags(corpus, tmp_path / out, lr=0, weight_decay=0, **given)
+        arguments = [a for a in arguments if "epochs" not in given or "--steps" not in a]
+        told = succeed("train.py", *arguments, "--resume").err
+        assert ("sequences have another order" in told) == ("seq_len" in given)
+        rows = metrics(tmp_path / out)
+        return [row["loss"] for row in rows], [row["tokens"] for row in rows]
+
+    by_8, by_4 = (run(f"by {batch}", batch=batch, steps=48 // batch) for batch in (8, 4))
+    run("mixed", steps=3)
+    run("mixed", steps=5, batch=4)
+    mixed = run("mixed", steps=7)
+    for each, in_8, in_4 in zip(mixed, by_8, by_4):
+        assert each[:6] == pytest.approx([*in_8[:3], *in_4[6:8], in_8[4]], rel=1e-12)
+    _, tokens = run("mixed", epochs=1, batch=4)
+    _, expected = run("by 8", epochs=1)
+    assert 0 <= expected[-1] - tokens[-1] < 8 * 24
+    assert run("by 4", steps=14, seq_len=12)[1][-1] == by_4[1][-1] + 2 * 8 * 12
+
+
 def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):
     for rank in (0, 1):
         shutil.copytree(corpus, tmp_path / f"{rank}" / "data")

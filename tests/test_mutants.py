@@ -1,0 +1,123 @@
+"""Mutants of model.py: each one trains equally under every split, or is refused. Those that are
+right start in every split that they can have: a check that refuses everything would not pass."""
+
+import pytest
+from conftest import changed_copy, error_lines, launch, metrics
+from test_train import flags, same_metrics
+
+SPLITS = {  # two ranks each
+    "ddp": dict(dp="ddp"), "fsdp": dict(dp="fsdp"),
+    "tp": dict(tp=2), "pp": dict(pp=2, microbatch=2), "cp": dict(cp=2),
+}  # fmt: skip
+
+SWIGLU, FEATURES = "return F.silu(gate) * up", "swiglu(self.w1(x), self.w3(x))"
+FFN = "return x + self.feed_forward(self.ffn_norm(x))"
+ATTENTION = "x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)"
+Q = "q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))"
+V = "v = self.wv(x).view(B, T, -1, self.head_dim)"
+ROTATE = "q, k = rotate(q, cos, sin), rotate(k, cos, sin)"
+NORM = "return rms_norm(x, self.weight, self.eps)"
+EMBED = "else self.tok_embeddings(tokens)"
+LOOP = "for block in self.layers.values():"
+LOGITS = "return F.linear(hidden, weight)"
+LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
+SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
+FORWARD_LOSS = "return self.loss(hidden, weight, targets, self.vocabulary)"
+
+RIGHT = {  # equal under every split
+    "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},
+    "squared ReLU": {SWIGLU: "return F.relu(gate).square() * up"},
+    "gate and up change places": {SWIGLU: "return gate * F.silu(up)"},
+    "parallel blocks": {ATTENTION: f"y{ATTENTION[1:]}", FFN: f"return y{FFN[8:]}"},
+    "a scaled branch": {FFN: FFN.replace("self", "0.5 * self", 1)},
+    "a cap of the logits": {LOGITS: "return 8 * (F.linear(hidden, weight) / 8).tanh()"},
+    "smoothed labels": {LOSS_OF: "smooth = vocabulary.logsumexp(logits) - vocabulary.sum(logits) / "
+                        f"vocabulary.size\n    {LOSS_OF} * 0.9 + 0.1 * smooth"},
+    "z-loss": {LOSS_OF: f"{LOSS_OF} + 1e-2 * vocabulary.logsumexp(logits).square()"},
+    "focal loss": {LOSS_OF: f"loss ={LOSS_OF[6:]}\n    return loss * (1 - (-loss).exp())"},
+    "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
+    "no RoPE of keys": {ROTATE: "q = rotate(q, cos, sin)"},
+    "no RoPE in odd layers": {ROTATE: f"if self.layer % 2 == 0:\n            {ROTATE}"},
+    "cooler attention": {Q: f"{Q} * 0.7"},
+    "values from keys": {ROTATE: f"{ROTATE}\n        rotated = k", V: f"{V} + rotated"},
+    "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
+    "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)":
+               "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
+}  # fmt: skip
+PARTLY = {  # equal under some splits, and refused under the named ones
+    "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, "tp"),
+    "a mean over heads": ({Q: f"{Q}\n        q = q - q.mean(2, keepdim=True)"}, "tp"),
+    "another first head": (
+        {Q: f"{Q}\n        q = torch.cat([2 * q[:, :, :1], q[:, :, 1:]], 2)"}, "tp"),
+    "a norm of the logits": (
+        {LOGITS: "return 8 * F.normalize(F.linear(hidden, weight), dim=-1)"}, "tp"),
+    "a rank's z-loss in training": (
+        {FORWARD_LOSS: "z = F.linear(hidden, weight).logsumexp(-1)[targets != IGNORE].sum()\n"
+         f"            {FORWARD_LOSS} + self.training * z"}, "tp"),
+    "a scale in each stage": ({LOOP: f"x = 2 * x\n            {LOOP}"}, "pp"),
+    "another first block": (
+        {LOOP: "for i, block in enumerate(self.layers.values()):\n"
+         "                x = 2 * x if i == 0 else x"}, "pp"),
+    "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
+    "a mean of tokens": ({FFN: f"x = x - x.mean(1, keepdim=True)\n        {FFN}"}, "cp"),
+    "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
+    "a window of scores": ({"same = document[": "same = (positions[:, None] > 2) & document["}, ""),
+    "positions of a rank": (
+        {"rope_angles(self.config, positions)":
+         "rope_angles(self.config, torch.arange(tokens.shape[1])[None])"}, "cp"),
+    "a condition on the length": (
+        {FFN: f"x = 2 * x if x.shape[1] > 13 else x\n        {FFN}"}, "cp"),
+    "the token after next": (
+        {FORWARD_LOSS: f"{FORWARD_LOSS} + self.loss(hidden[:, :-1], weight, targets[:, 1:], "
+         "self.vocabulary)"}, "cp"),
+    "a condition on the rank": (
+        {FFN: "import os\n        x = 2 * x if os.environ.get('RANK') == '1' else x\n"
+         f"        {FFN}"}, "ddp fsdp tp pp cp"),
+}  # fmt: skip
+WRONG = {  # on one process, too
+    "detached": {FEATURES: "swiglu(self.w1(x).detach(), self.w3(x))"},
+    "without gradients": {ATTENTION: f"with torch.no_grad():\n            {ATTENTION}"},
+    "rounded": {FEATURES: f"{FEATURES}.bfloat16().to(x)"},
+    "a mean of losses": {SUM: SUM.replace(".sum()", ".mean()")},
+    "a mean over targets": {SUM: f"{SUM} / (targets != IGNORE).sum()"},
+    "IGNORE counts": {SUM: "return torch.where(targets != IGNORE, losses, 1).sum()"},
+    "a mean of rows": {FFN: f"x = x - 0.5 * x.mean(0)\n        {FFN}"},
+    "counted calls": {FFN: "self.calls = getattr(self, 'calls', 0) + 1\n"
+                      f"        x = x * (1 + 1 / self.calls)\n        {FFN}"},
+    "dropout without a condition": {FFN: f"{FFN[:-3]}F.dropout(x, 0.1)))"},
+}  # fmt: skip
+
+
+def trains(changed: tuple, corpus, out, splits: dict) -> dict[str, list[dict] | str]:
+    """Return what each split records, or the line that refuses it."""
+    results = {}
+    for split, given in splits.items():
+        arguments = flags(corpus, out / split, steps=3, n_layers=4, **given)
+        result = launch(*changed, "train.py", *arguments, nproc=2 * bool(given))
+        assert set(result.codes) in ({0}, {2}) and "Traceback" not in result.err, result.err
+        refusal = error_lines(result)
+        assert len(refusal) == (result.code == 2), result.err
+        results[split] = refusal[0] if refusal else metrics(out / split)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*RIGHT, *PARTLY])
+def test_it_is_equal_or_refused(name, corpus, tmp_path):
+    edits, refused = PARTLY.get(name, (RIGHT.get(name), ""))
+    changed = changed_copy(tmp_path / "copy", edits=edits)
+    results = trains(changed, corpus, tmp_path, {"one": {}} | SPLITS)
+    for split, result in results.items():
+        print(name, split, result if isinstance(result, str) else "")
+        assert isinstance(result, str) == (split in refused.split()), result
+        if split not in refused.split():
+            same_metrics(result, results["one"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_refused_on_one_process(name, corpus, tmp_path):
+    changed = changed_copy(tmp_path / "copy", edits=WRONG[name])
+    refusal = trains(changed, corpus, tmp_path, {"one": {}})["one"]
+    print(name, refusal)
+    assert isinstance(refusal, str) and "model.py" in refusal
