@@ -218,6 +218,8 @@ def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
     call["function"]["arguments"] = "[" * 100_000
     with pytest.raises(UserError, match='has the "tool_calls"'):
         read_one({"messages": [user("a"), answer]}, tmp_path)
+    called = assistant("") | {"function_call": CALL}  # no empty answer
+    assert read_one({"messages": [user("a"), called]}, tmp_path) == [user("a"), called]
     private = "".join(map(chr, range(0xE000, 0xF900))) + "\ue000\ue000<|eot_id|>"
     answer = assistant(private) | {"reasoning_content": "", "tool_calls": [], "training": False}
     read = read_one({"messages": [user("a"), answer]}, tmp_path)
