@@ -121,8 +121,8 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
     path = tmp_path / "a.jsonl"
     line = json.dumps({"messages": [*TALK, user("Bye")]})
     path.write_text(f"\ufeff{line}\n\n \t\r\n{line}")
-    read = [(line.number, line.messages) for line in read_conversations(path, Reading())]
-    assert read == [(1, TALK), (4, TALK)]
+    read = [(line.where, line.messages) for line in read_conversations(path, Reading())]
+    assert read == [(f"{path}, line 1", TALK), (f"{path}, line 4", TALK)]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,8 @@ def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
     call["function"]["arguments"] = "[" * 100_000
     with pytest.raises(UserError, match='has the "tool_calls"'):
         read_one({"messages": [user("a"), answer]}, tmp_path)
+    called = assistant("") | {"function_call": CALL}  # no empty answer
+    assert read_one({"messages": [user("a"), called]}, tmp_path) == [user("a"), called]
     private = "".join(map(chr, range(0xE000, 0xF900))) + "\ue000\ue000<|eot_id|>"
     answer = assistant(private) | {"reasoning_content": "", "tool_calls": [], "training": False}
     read = read_one({"messages": [user("a"), answer]}, tmp_path)
@@ -234,7 +236,7 @@ def test_the_table_of_fields_is_what_is_read(tmp_path, capsys):
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
     assert named == set(FIELDS)
     for name, value in FIELDS.items():
-        of_answer = name in conversations.MEANT
+        of_answer = name in conversations.OPTIONAL_FIELDS
         answer = assistant("3") | ({name: value} if of_answer else {})
         record = {"messages": [user("Add."), answer]} | ({} if of_answer else {name: value})
         path = write(tmp_path / "a.jsonl", *answering(2), record)
@@ -383,6 +385,13 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     assert len(prompts) == chat.EXAMPLES == len({answer for _, answer in prompts})
     assert {f"{answer}{{eot_id}}" for _, answer in prompts} <= set(answers_of(val))
     assert opened(path, prompt + 63)[2] == []
+
+
+def test_a_call_without_a_content_is_no_example(tmp_path):
+    tokenizer, call = load_tokenizer("bytes"), {"role": "assistant", "function_call": CALL}
+    tokenizer.template = "{% for m in messages %}{{ m | tojson }}<|eot_id|>{% endfor %}"
+    path = write(tmp_path / "a.jsonl", *[{"messages": [user("a"), call]}] * 2)
+    assert open_samples([str(path)], tokenizer, 128)[2] == []
 
 
 def test_answers_are_scored(monkeypatch):

@@ -22,7 +22,7 @@ def functions():
 
 def test_functions_come_without_their_docstrings(functions):
     sources = set()
-    for _, module, (prompt, answer) in functions:
+    for _, module, (prompt, answer), *_ in functions:
         assert (prompt["role"], answer["role"]) == ("user", "assistant")
         task, source = prompt["content"].split("\n\n", 1)
         assert task == "Write the docstring for this function."
@@ -51,8 +51,8 @@ def test_modules_held_out_are_those_that_pretraining_holds_out(functions):
     files = [path for path in SOME if path.stat().st_size]
     pieces = [piece for piece in read_pieces(files) if piece.starts_document]
     split_of = {"/".join(path.parts[-2:]): p.split for path, p in zip(files, pieces, strict=True)}
-    assert {(module, split) for split, module, _ in functions} <= split_of.items()
-    splits = [split for split, _, _ in functions]
+    assert {(module, split) for split, module, *_ in functions} <= split_of.items()
+    splits = [split for split, *_ in functions]
     assert splits.count("train") > 300 and splits.count("val") > 7
 
 
@@ -113,8 +113,9 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     (tmp_path / other).write_text(SOURCE[: SOURCE.index("class A")])
     monkeypatch.setattr(conversations, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
     found = list(conversations.docstrings())
-    shown = [(prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a) in found]
-    places = [(split, module) for split, module, _ in found]
+    talks = [sample.messages for sample in found]
+    shown = [(prompt["content"].split("\n\n", 1)[1], a["content"]) for prompt, a in talks]
+    places = [(split, module) for split, module, *_ in found]
     in_training, in_held_out = (f"{tmp_path.name}/{name}" for name in (other, held_out))
     assert places == [("train", in_training), *[("val", in_held_out)] * 3]
     inner = 'def inner():\n    """Said of what is within."""\n    return """\n  text\n'
@@ -129,16 +130,17 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
 
 
 def test_rows_of_the_default_data_set(functions, monkeypatch):
-    monkeypatch.setattr(
-        conversations, "docstrings", lambda: iter(functions)
-    )  # found in seconds, not again
+    # They were found in seconds, and are not looked for again.
+    monkeypatch.setattr(conversations, "docstrings", lambda: iter(functions))
     train, val, prompts, summary = open_samples(["python"], BYTES, 2048)
     for packed, split in ((train, "train"), (val, "val")):
-        expected = [encode(talk, BYTES) for name, _, talk in functions if name == split]
+        expected = [encode(talk, BYTES) for name, _, talk, *_ in functions if name == split]
         assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected
     assert summary.startswith(f"{len(train.samples):,} samples in {len(train):,} rows of 2,048 tok")
     assert summary.endswith(f" % filled; {len(val.samples):,} held out, in {len(val):,} rows")
-    held_out = {str(encode_prompt(t, BYTES)): t[-1] for name, _, t in functions if name == "val"}
+    held_out = {
+        str(encode_prompt(t, BYTES)): t[-1] for name, _, t, *_ in functions if name == "val"
+    }
     assert len(prompts) == chat.EXAMPLES
     for ids, answer in prompts:
         assert chat.SHORTEST <= len(BYTES.encode(answer)) + 1 <= chat.ANSWER_ROOM

@@ -264,18 +264,10 @@ def ends_by_a_word(inner, config):
     return inner, config | dict(eos_token="<eot>")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        tuned_to_chatml,
-        renamed,
-        with_a_word,
-        trained_anew,
-        ends_a_text,
-        no_beginning,
-        ends_by_a_word,
-    ],
-)
+CHANGES = tuned_to_chatml, renamed, with_a_word, trained_anew, ends_a_text, no_beginning
+
+
+@pytest.mark.parametrize("change", [*CHANGES, ends_by_a_word])
 def test_a_tokenizer_of_llama_3s_kind_is_what_its_file_says(change, tmp_path):
     ours, theirs = llama_3_kind(tmp_path, change)
     for text in (*hard_strings(300), "Hi there <tool_call>x<eot>"):
@@ -286,21 +278,18 @@ def test_a_tokenizer_of_llama_3s_kind_is_what_its_file_says(change, tmp_path):
     assert theirs.eos_token_id in ours.stop and ours.stop[0] == theirs.eos_token_id
     if change is not no_beginning:
         assert ours.bos == theirs.bos_token_id
-    if change not in (ends_by_a_word,):  # whose default template ends an answer otherwise
+    if change is not ends_by_a_word:  # whose default template ends an answer otherwise
         assert_chats_agree(ours, theirs, TALK)
 
 
 def test_generation_ends_where_the_model_says(tmp_path):
     """The ids of generation_config.json end it, one or several, also after a checkpoint."""
-    for ends in (7, [7, 5], None):
+    for ends, more in ((7, [7]), ([7, 5], [7, 5]), (None, [])):
         settings = json.dumps({"eos_token_id": ends})
         write(tmp_path, "yi")
         (tmp_path / "generation_config.json").write_text(settings)
         tokenizer = load_tokenizer(str(tmp_path))
-        assert tokenizer.stop == (
-            2,
-            *{7: (7,), None: ()}.get(ends if ends != [7, 5] else 0, (7, 5)),
-        )
+        assert tokenizer.stop == (2, *more)
         (tmp_path / "saved").mkdir(exist_ok=True)
         tokenizer.save(tmp_path / "saved")
         assert load_tokenizer(str(tmp_path / "saved")).stop == tokenizer.stop

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from plumbing.devices import cast_by_autocast
 
-DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
-LARGEST_R: dict[int, int] = {}  # tokens of a row -> the R of document_starts so far
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths of heads
+LARGEST_R: dict[int, int] = {}  # T -> the largest R of document_starts in this run
 VARLEN_TAKES_GQA = torch.__version__ >= "2.12"
 
 
@@ -26,8 +26,8 @@ class Documents(NamedTuple):
 
     starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
-    max_length: int  # no document has more queries; some may have none
-    max_keys: int  # nor more keys. Both are a row's tokens: each value would be compiled
+    max_queries: int  # of a document: T, since a compiled model compiles again for each value
+    max_keys: int  # the same of keys
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether `attention` can be used; if not, model.document_mask does the same."""
@@ -77,8 +77,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
-        in_turn = dict(non_blocking=device.type == "cuda")  # with the GPU's other work
-        return self._with_tensors(lambda tensor: tensor.to(device, **in_turn))
+        is_gpu = device.type == "cuda"
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=is_gpu))
 
     def pinned(self) -> "Batch":
         """Copy to pinned memory, which a GPU can read directly."""

@@ -8,9 +8,9 @@ IGNORE. Samples are short and rows are long, so several samples share a row; the
     targets      -   -   Hel  lo   eot |  -    -   2  eot |  -    -      (- is IGNORE)
     positions    0   1    2    3    4  |  0    1   2   3  |  0    1
 
-Positions begin at 0 with every sample, and attention stays between one position 0 and the next
-(`document_mask` in model.py). So a sample has the same loss and gradient as in a row of its own.
-A sample of n ids takes n - 1 slots of a row: its last id is only a target, its first only an input.
+Positions begin at 0 with every sample, and attention stays within a sample (`document_mask` in
+model.py). So a sample has the same loss and gradient as in a row of its own. A sample of n ids
+takes n - 1 slots of a row: its first id is only an input, its last only a target.
 """
 
 import bisect
@@ -18,9 +18,8 @@ import itertools
 import json
 import math
 import zlib
-from dataclasses import replace
-from operator import itemgetter
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from operator import eq, itemgetter
 
 import numpy as np
 import torch
@@ -28,78 +27,97 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.conversations import LINE_FORMATS, MEANT, Conversation, Line, conversations
+from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading
 from text.templates import render
 from text.tokenizer import Tokenizer
 
 Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
-PRIVATE = "\ue000"  # a character that Unicode leaves to private use
 
 # ----------------------------------------------------------------- from conversations to tokens
 
 
-def write_out(
-    messages: Conversation, tokenizer: Tokenizer, asks: bool = False, tools: list | None = None
-) -> str:
-    """Return what the tokenizer's chat template writes. It `asks` if the heading of an answer
-    follows."""
-    given = [{k: v for k, v in m.items() if v is not None and k != "train"} for m in messages]
-    options = dict(tools=tools, add_generation_prompt=asks, **tokenizer.names)
-    return render(tokenizer.template, messages=given, **options)
+@dataclass(frozen=True)
+class Chat:
+    """A conversation and its tools, which the tokenizer's chat template writes out.
+
+    Messages are ordinary text, even where somebody types the name of a special token. `guarded`
+    puts a guard, a text that occurs nowhere else, inside such names; `to_ids` takes it out."""
+
+    messages: Conversation
+    tools: list | None
+    tokenizer: Tokenizer
+    guard: str
+
+    def write(self, asks: bool = False) -> str:
+        """Return what the template writes. If it `asks` for an answer, the heading comes last."""
+        given = dict(messages=self.messages, tools=self.tools, add_generation_prompt=asks)
+        return render(self.tokenizer.template, **given, **self.tokenizer.names)
+
+    def with_marks(self) -> "Chat":
+        """Return the conversation with a mark, its number between guards, for each content."""
+        marks = (f"{self.guard}{i}{self.guard}" for i in range(len(self.messages)))
+        pairs = zip(self.messages, marks)
+        messages = [m | {"content": mark} if m.get("content") else m for m, mark in pairs]
+        return replace(self, messages=messages)
+
+    def write_whole(self, asks: bool = False) -> str:
+        """Return what `write` does. Raise UserError if that leaves out a part of a content."""
+        marked = self.with_marks()
+        text, marked_text = self.write(asks), marked.write(asks)
+        for i, (message, its_mark) in enumerate(zip(self.messages, marked.messages), 1):
+            content = message.get("content", "").strip()
+            as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # which some templates write
+            is_whole = content in text or as_json in text
+            if content and not (is_whole and its_mark["content"] in marked_text):
+                raise UserError(
+                    f"the chat template leaves out message {i}, of the {message['role']}, or a "
+                    f"part of it: leave the message out, too, or divide the conversation there"
+                )
+        return text
+
+    def write_before(self, i: int) -> str:
+        """Return what the template writes before the answer with index i, with its heading."""
+        if i > 0:
+            return replace(self, messages=self.messages[:i]).write(asks=True)
+        if not self.messages[0].get("content"):
+            raise UserError("the conversation begins with a call: let a message come before it")
+        marked = self.with_marks()
+        return marked.write().partition(marked.messages[0]["content"])[0]
+
+    def can_do_without(self, name: str, text: str) -> bool:
+        """Return whether the template writes the same text without a field that it was given."""
+        messages = [{key: m[key] for key in m if key != name} for m in self.messages]
+        less = replace(self, messages=messages, tools=None if name == "tools" else self.tools)
+        try:
+            return less != self and less.write() == text
+        except UserError:  # the template needs the field
+            return False
+
+    def to_ids(self, text: str) -> list[int]:
+        """Return the ids of a text that `write` returned. Names of special tokens without a guard
+        stand for these tokens. The text between two of them is encoded in one piece, since a token
+        may reach from a heading into a content."""
+        ids = []
+        for i, part in enumerate(self.tokenizer.special_pattern.split(text)):
+            if i % 2 == 1:  # texts and names take turns
+                ids.append(self.tokenizer.special[part.strip()])
+            else:
+                ids += self.tokenizer.encode(part.replace(self.guard, ""))
+        return ids
 
 
-def write_marked(
-    text: str, messages: Conversation, tokenizer: Tokenizer, guard: str, asks: bool, tools
-) -> str:
-    """Return what the template writes with a mark, the message's number between guards, in place
-    of each content. `text` is what it writes with the contents: raise UserError where a part of one
-    is left out."""
-    numbered = list(enumerate(messages, 1))
-    marks = [m | {"content": f"{guard}{i}{guard}"} if m.get("content") else m for i, m in numbered]
-    marked = write_out(marks, tokenizer, asks, tools)
-    for i, message in numbered:
-        content = (message.get("content") or "").strip()
-        forms = content, json.dumps(content, ensure_ascii=False)[1:-1]  # some write JSON of it
-        if content and (f"{guard}{i}{guard}" not in marked or all(f not in text for f in forms)):
-            raise UserError(
-                f"the chat template leaves out message {i}, of the {message['role']}, or a part of "
-                f"it: leave it out, too, or divide the conversation there"
-            )
-    return marked
-
-
-def needs(text: str, messages: Conversation, tokenizer: Tokenizer, tools: list | None) -> bool:
-    """Return whether the template, given less than what it has written `text` of, writes something
-    else, or cannot write at all."""
-    try:
-        return write_out(messages, tokenizer, tools=tools) != text
-    except UserError:
-        return True
-
-
-def guarded(
-    messages: Conversation, tools: list | None, tokenizer: Tokenizer
-) -> tuple[Conversation, list | None, str]:
-    """Return a conversation and its tools in which no text is the name of a special token: a guard,
-    which occurs nowhere else, stands inside such names. It is returned, too."""
-    text, guard = json.dumps([messages, tools], ensure_ascii=False), PRIVATE
+def guarded(messages: Conversation, tools: list | None, tokenizer: Tokenizer) -> Chat:
+    """Return a Chat with a guard inside each name of a special token. It has no `train`, which says
+    nothing to a template, and no null, which a template might write as text."""
+    messages = [{k: v for k, v in m.items() if v is not None and k != "train"} for m in messages]
+    text = json.dumps([messages, tools or None], ensure_ascii=False)
+    private = guard = "\ue000"  # a character that Unicode leaves to private use
     while guard in text:
-        guard += PRIVATE
+        guard += private
     for name in tokenizer.special:
         text = text.replace(name, name[0] + guard + name[1:])
-    return *json.loads(text), guard
-
-
-def to_ids(text: str, guard: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text in which names of special tokens stand for these tokens. What stands
-    between two of them is encoded at once, since seams may matter."""
-    ids, end = [], 0
-    for match in tokenizer.special_pattern.finditer(text):
-        ids += tokenizer.encode(text[end : match.start()].replace(guard, ""))
-        ids.append(tokenizer.special[match[0].strip()])
-        end = match.end()
-    return ids + tokenizer.encode(text[end:].replace(guard, ""))
+    return Chat(*json.loads(text), tokenizer, guard)
 
 
 def encode(
@@ -108,67 +126,54 @@ def encode(
     train_on_prompt: bool = False,
     tools: list | None = None,
 ) -> Encoded:
-    """Return the ids of a conversation up to its last answer, and for each id whether it is a
-    target: whether the model is trained to predict it.
+    """Return the ids of a conversation up to its last target, and which ids are targets: those that
+    the model is trained to predict.
 
     Targets are all answers but those that say `train: False`. An answer is what the template writes
-    after it has asked for it, up to a token that ends generation. With `train_on_prompt`, what is
-    no answer is a target, too, but for the first id. Names of special tokens in a message are
-    encoded as ordinary text. Raise UserError where the template leaves out a part of the
-    conversation, or does not tell an answer from the rest."""
-    messages, tools, guard = guarded(messages, tools, tokenizer)
-    text = write_out(messages, tokenizer, tools=tools)
-    marked = write_marked(text, messages, tokenizer, guard, False, tools)
-    for name in MEANT:
-        fewer = [{key: m[key] for key in m if key != name} for m in messages]
-        if fewer != messages and not needs(text, fewer, tokenizer, tools):
-            raise UserError(f"the chat template writes nothing of {name}: leave it out")
-    if tools and not needs(text, messages, tokenizer, None):
-        raise UserError("the chat template writes nothing of tools: leave them out")
-    ids = to_ids(text, guard, tokenizer)
-    is_target, end = [train_on_prompt] * len(ids), 0
+    after the answer's heading, up to a token that ends generation. With `train_on_prompt`, the rest
+    is a target, too, but for the first id. Raise UserError where the template leaves out a part of
+    the conversation, or does not tell an answer from the rest."""
+    chat = guarded(messages, tools, tokenizer)
+    text = chat.write_whole()
+    for name in (*OPTIONAL_FIELDS, "tools"):
+        if chat.can_do_without(name, text):
+            raise UserError(f"the chat template writes nothing of {name}: leave this field out")
+    ids = chat.to_ids(text)
+    is_target = [train_on_prompt] * len(ids)
+    end = 0  # of the previous answer
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if i > 0:
-            prompt = write_out(messages[:i], tokenizer, asks=True, tools=tools)
-        elif message.get("content"):  # nothing asks for it
-            prompt = marked[: marked.index(f"{guard}1{guard}")]
-        else:
-            raise UserError("the conversation begins with a call: let a message come before it")
-        if not text.startswith(prompt):
+        before = chat.write_before(i)
+        if not text.startswith(before):
             raise UserError(
-                f"the chat template asks for message {i + 1} by {prompt[-30:]!r}, and what it has "
-                f"before it is something else"
+                f"the chat template asks for message {i + 1} by {before[-30:]!r}, and writes the "
+                f"message after something else"
             )
-        # A token of the heading may have grown by the first letters of the answer: it is a target.
-        asked = to_ids(prompt, guard, tokenizer)
-        differ = (j for j, (one, other) in enumerate(zip(asked, ids)) if one != other)
-        start = next(differ, len(asked))
-        ends = (j + 1 for j in range(start, len(ids)) if ids[j] in tokenizer.stop)
-        if start < end or not (end := next(ends, 0)):
+        # A token that reaches from the heading into the answer is a target.
+        start = sum(itertools.takewhile(bool, map(eq, chat.to_ids(before), ids)))
+        stop = next((j for j in range(start, len(ids)) if ids[j] in tokenizer.stop), None)
+        if start < end or stop is None:
             raise UserError(
                 "the chat template ends an answer with no token that ends generation: name one as "
                 "eos_token in tokenizer_config.json"
             )
+        end = stop + 1
         is_target[start:end] = [message.get("train", True)] * (end - start)
     is_target[0] = False
-    while any(is_target) and not is_target[-1]:  # what separates an answer from other messages
-        del ids[-1], is_target[-1]
-    return ids, is_target
+    length = max((j + 1 for j, on in enumerate(is_target) if on), default=len(ids))
+    return ids[:length], is_target[:length]
 
 
 def encode_prompt(
     messages: Conversation, tokenizer: Tokenizer, tools: list | None = None
 ) -> list[int]:
-    """Return the ids of a conversation up to where the model is to answer, without a last message
-    that is an answer. `encode` of the whole conversation begins with the same ids, unless a token
-    of the heading grows by the first letters of the answer."""
+    """Return the ids of a conversation up to where the model is to answer. An answer at its end is
+    left out. `encode` of the whole conversation begins with the same ids, unless a token reaches
+    from the heading into the answer."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    prompt, tools, guard = guarded(prompt, tools, tokenizer)
-    text = write_out(prompt, tokenizer, True, tools)
-    write_marked(text, prompt, tokenizer, guard, True, tools)
-    return to_ids(text, guard, tokenizer)
+    chat = guarded(prompt, tools, tokenizer)
+    return chat.to_ids(chat.write_whole(asks=True))
 
 
 def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
@@ -216,7 +221,7 @@ class Packed:
     def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
         self.samples, self.seq_len, self.tokenizer = samples, seq_len, tokenizer
         self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
-        self.sources = [(len(self.rows), 1)]  # as data.Windows has it
+        self.sources = [(len(self.rows), 1)]  # one source has all rows, as in data.Windows
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
 
@@ -248,8 +253,8 @@ class Packed:
 
 
 class Rows(Packed):
-    """Samples, one a row. The rows of a batch are as long as its longest sample, rounded up to a
-    multiple of `multiple`, which evaluation sets. Padding follows a sample: there is no mask."""
+    """Samples, each in a row of its own, so that no mask is needed. The rows of a batch are as long
+    as its longest sample, rounded up to a multiple of `multiple`, which evaluation sets."""
 
     def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
@@ -264,14 +269,9 @@ class Rows(Packed):
 # -------------------------------------------------------------------------- from --data to rows
 
 ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
-SHORTEST = 8  # tokens of an answer that tells something
-EXAMPLES, SHOWN = 16, 3  # held-out prompts whose answers are scored, and shown
-
-
-class Sample(NamedTuple):
-    split: str  # "train" or "val"
-    line: Line
-    encoded: tuple[np.ndarray, np.ndarray]  # ids [n] int32, is_target [n] bool
+SHORTEST = 8  # tokens of an answer that is worth showing
+EXAMPLES = 16  # validation prompts whose answers are scored
+SHOWN = 3  # of these, those whose answers are shown
 
 
 def open_samples(
@@ -285,21 +285,21 @@ def open_samples(
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
 
-    data: JSONL files, directories of them, or `python` for the docstrings
+    data, val_data: JSONL files, directories of them, or `python` for the docstrings
 
-    Samples are held out by a hash; if that leaves either split empty, the last one is held out. If
-    `val_data` is given, they are those in place of a part of `data`. Raise UserError if none can be
-    used, or one of which none is left for validation."""
+    Without `val_data`, a hash holds out some of `data`; where that leaves a split empty, the last
+    sample is held out. Raise UserError if a split has no sample."""
     options = tokenizer, seq_len, reading or Reading(), train_on_prompt
     samples, changes = _encode_all(data, *options)
-    train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
     if val_data:
         train, val = samples, _encode_all(val_data, *options)[0]
-    elif len(samples) == 1:
-        which = f"one sample that fits in --seq-len {seq_len}"
-        raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
-    elif not train or not val:
-        train, val = samples[:-1], samples[-1:]
+    else:
+        train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
+        if not train or not val:
+            train, val = samples[:-1], samples[-1:]
+        if not train:
+            which = f"one sample that fits in --seq-len {seq_len}"
+            raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
     packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
     train_rows, val_rows = packed
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
@@ -309,15 +309,16 @@ def open_samples(
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
-    val.sort(key=lambda sample: zlib.crc32(str(sample.line.messages).encode()))
+    val.sort(key=lambda sample: zlib.crc32(str(sample.messages).encode()))
     val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
-    lines = (sample.line for sample in val if "content" in sample.line.messages[-1])
-    prompts = (
-        (encode_prompt(line.messages, tokenizer, line.tools), line.messages[-1]["content"])
-        for line in lines
-    )
-    short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
-    return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
+    prompts = []
+    for sample in val:
+        answer = sample.messages[-1].get("content")  # a call may have none
+        if answer and len(prompts) < EXAMPLES:
+            ids = encode_prompt(sample.messages, tokenizer, sample.tools)
+            if len(ids) <= seq_len - ANSWER_ROOM:
+                prompts.append((ids, answer))
+    return train_rows, val_rows, prompts, summary
 
 
 def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
@@ -333,30 +334,29 @@ def _encode_all(
     reading: Reading,
     train_on_prompt: bool = False,
 ) -> tuple[list[Sample], str]:
-    """Return the samples that have a target within seq_len tokens, which may truncate them, and
-    text that says how many were truncated or dropped. Raise UserError if none can be used."""
+    """Return the samples, truncated to seq_len tokens, without those that then have no target, and
+    text that says how many were truncated or dropped. Raise UserError if none is left."""
     usable, truncated, longest = [], 0, 0
-    lines = list(conversations(data, reading))
-    for split, line in with_progress(lines, "encoding samples"):
-        ids, is_target = [], []
-        with reading.one(line.where):
+    samples = list(conversations(data, reading))
+    for sample in with_progress(samples, "encoding samples"):
+        with reading.one(sample.where):
             try:
-                ids, is_target = encode(line.messages, tokenizer, train_on_prompt, line.tools)
+                ids, is_target = encode(sample.messages, tokenizer, train_on_prompt, sample.tools)
             except UserError as error:
-                raise UserError(f"{line.where}: {error}")
-        length = len(ids) - 1  # slots in a row
-        longest = max(longest, length)
-        ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
-        if any(is_target):
-            truncated += length > seq_len
+                raise UserError(f"{sample.where}: {error}")
+            n_slots = len(ids) - 1
+            longest = max(longest, n_slots)
             # In arrays an id and its is_target take 5 bytes, in lists about 48.
-            usable.append(Sample(split, line, (np.array(ids, np.int32), np.array(is_target))))
-    if not lines:
+            encoded = np.array(ids[: seq_len + 1], np.int32), np.array(is_target[: seq_len + 1])
+            if encoded[1].any():
+                truncated += n_slots > seq_len
+                usable.append(sample._replace(encoded=encoded))
+    if not samples:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
-            f"none of {len(lines):,} samples fits in --seq-len {seq_len}: the longest "
+            f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "
             f"takes {longest:,} tokens; give a longer --seq-len"
         )
-    counts = {"truncated": truncated, "dropped": len(lines) - len(usable)}
+    counts = {"truncated": truncated, "dropped": len(samples) - len(usable)}
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)

@@ -26,63 +26,67 @@ from text.corpora import (
     standard_library,
 )
 
-Message = dict[str, Any]  # {"role": "user", "content": "Hi"}, and what else the template reads
-Conversation = list[Message]
+# Messages: {"role": "user", "content": "Hi"}, and what else the template reads.
+Conversation = list[dict[str, Any]]
 
 # --------------------------------------------------------------------------- conversation files
 
 # Roles of several formats -> those of chat templates.
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 ROLES |= dict(developer="system", human="user", gpt="assistant", ipython="tool", function="tool")
-MESSAGE_KEYS = ("role", "from"), ("content", "value")
+ALIASES = {"from": "role", "value": "content"}  # ShareGPT's names of a message's fields
+# Fields of a message that a chat template may write, or may not know.
+OPTIONAL_FIELDS = ("tool_calls", "function_call", "reasoning_content")
+MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "train", *OPTIONAL_FIELDS}
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
+# Fields that make a line: a list of messages, or a question and its answer.
 LAYOUTS = ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")
 LINE_FORMATS = (
     f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
     f'"output"}} or {{"prompt", "completion"}}'
 )
-# What else is read in a line, and in a message.
-LINE_FIELDS = {"system", "history", "tools", "functions", "weight", "train", "input"}
+LINE_FIELDS = {"input", "system", "history", "tools", "functions", "weight", "train"}
 LINE_FIELDS.update(*LAYOUTS)
-# Fields of a message of which a template may write nothing.
-MEANT = ("tool_calls", "function_call", "reasoning_content")
-MESSAGE_FIELDS = {"weight", "train", "tool_call_id", "name", *MEANT}
-MESSAGE_FIELDS.update(*MESSAGE_KEYS)
 
 
-class Line(NamedTuple):
-    """A conversation of a file: where it stands, and the tools that it may call."""
+class Sample(NamedTuple):
+    """A conversation of a data set, and the tools that it may call."""
 
-    number: int
-    where: str
+    split: str  # "train" or "val"
+    where: str  # file and line, or module
     messages: Conversation
     tools: list | None = None
+    encoded: tuple | None = None  # by chat.encode, as arrays: ids [n] int32, is_target [n] bool
 
 
-def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
+def read_conversations(path: Path, reading: Reading) -> Iterator[Sample]:
     """Yield the conversation in each line of a JSONL file, or in each element of a JSON array.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
     last answer are left out, since they have no targets. Raise UserError where a line is something
-    else. A note names the fields that nothing here reads and that may mean something."""
+    else. A note names the fields that nothing here reads and that may mean something. Lines are
+    held out as in pretraining on the same file."""
     unread = set()
     for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
             messages, tools = _conversation(record, where), _tools(record, where)
-            for fields, known in ((record, LINE_FIELDS), *((m, MESSAGE_FIELDS) for m in messages)):
-                unread |= {key for key in fields.keys() - known if _is_text(fields[key])}
-            yield Line(number, where, messages, tools)
+            unread |= _unread(record, LINE_FIELDS)
+            unread = unread.union(*(_unread(message, MESSAGE_FIELDS) for message in messages))
+            yield Sample(split_of(f"{document_name(path)}:{number}"), where, messages, tools)
     if unread:
         names = ", ".join(sorted(unread))
         print_rank_zero(f"note: {path} has fields that are not read: {names}", file=sys.stderr)
 
 
-def _is_text(value: object) -> bool:
-    """Return whether a field holds text, yes or no, or a list of messages."""
-    return isinstance(value, str | bool) or (
-        isinstance(value, list) and isinstance([*value, 0][0], dict)
-    )
+def _unread(record: dict, known: set[str]) -> set[str]:
+    """Return the fields that are not known and may mean something: texts, yes or no, messages."""
+
+    def may_mean(value: object) -> bool:
+        has_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        return isinstance(value, str | bool) or has_messages
+
+    return {key for key in record.keys() - known if may_mean(record[key])}
 
 
 def _conversation(record: dict, where: str) -> Conversation:
@@ -95,38 +99,36 @@ def _conversation(record: dict, where: str) -> Conversation:
         both = " and ".join("/".join(layout) for layout in found)
         raise UserError(f"{where}: both {both}: leave one of them out")
     name, *answer = found[0]
-    messages = record[name]
     if answer:
-        keys = (name, "input", *answer)
-        *prompts, said = (check_string(record.get(k, ""), f'{where}: "{k}" is') for k in keys)
-        messages = _one_turn("\n\n".join(filter(None, prompts)), said)
-    if not isinstance(messages, list):
+        names = (name, "input", *answer)
+        texts = [check_string(record.get(n, ""), f'{where}: "{n}" is') for n in names]
+        messages = _one_turn("\n\n".join(filter(None, texts[:2])), texts[2])
+    elif not isinstance(messages := record[name], list):
         raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
     turns = record.get("history", [])
     if not isinstance(turns, list) or any(not isinstance(t, list) or len(t) != 2 for t in turns):
         raise UserError(f'{where}: "history" is no list of [question, answer]')
-    earlier = itertools.chain(*(_one_turn(*turn) for turn in turns))
-    numbered = enumerate([*earlier, *messages], 1)
-    checked = [_message(message, f"{where}: message {i}") for i, message in numbered]
+    messages = [*itertools.chain(*(_one_turn(*turn) for turn in turns)), *messages]
+    messages = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, 1)]
     if system := check_string(record.get("system", ""), f'{where}: "system" is'):
-        if checked and checked[0]["role"] == "system":
+        if messages and messages[0]["role"] == "system":
             raise UserError(f'{where}: both a "system" and a system message: leave one out')
-        checked.insert(0, {"role": "system", "content": system})
-    while checked and checked[-1]["role"] != "assistant":
-        checked.pop()
-    if not checked:
+        messages.insert(0, {"role": "system", "content": system})
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
         raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
-    if not _counts(record, where):
-        checked = [message | {"train": False} for message in checked]
-    return checked
+    if not _is_trained_on(record, where):
+        messages = [message | {"train": False} for message in messages]
+    return messages
 
 
 def _one_turn(prompt: str, answer: str) -> Conversation:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _counts(fields: dict, where: str) -> bool:
-    """Return whether a line's answers, or a message, are targets: OpenAI's files say no by a weight
+def _is_trained_on(fields: dict, where: str) -> bool:
+    """Return whether an answer, or those of a line, are targets. OpenAI's files say no by a weight
     of 0, axolotl's by train: false."""
     for name in ("weight", "train"):
         if fields.get(name, 1) not in (0, 1):
@@ -146,33 +148,34 @@ def _tools(record: dict, where: str) -> list | None:
     return tools
 
 
-def _message(message: object, which: str) -> Message:
+def _message(message: object, which: str) -> dict[str, Any]:
     """Return a message of a conversation file. Raise UserError if it is not valid."""
     if not isinstance(message, dict):
         raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    message = {key: v for key, v in message.items() if v or (v is not None and key not in MEANT)}
-    if len(message.keys() & {*itertools.chain(*MESSAGE_KEYS)}) > 2:
+    # A null is a missing field, and so are an empty list of calls and empty reasoning.
+    given = {k: v for k, v in message.items() if v or (v is not None and k not in OPTIONAL_FIELDS)}
+    message = {ALIASES.get(key, key): value for key, value in given.items()}
+    if len(message) < len(given):
         raise UserError(f"{which} has its role or content by two names: leave one of them out")
-    role, content = (message.pop(a, message.pop(b, None)) for a, b in MESSAGE_KEYS)
+    role, calls = message.get("role"), message.get("tool_calls", [])
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    message = {"role": ROLES[role]} | message
+    message["role"] = ROLES[role]
     try:
-        for call in (calls := message.get("tool_calls", [])):
-            function = call["function"]  # whose arguments templates take as they are, not as text
-            if isinstance(function.get("arguments"), str):
+        for function in (call["function"] for call in calls):
+            if isinstance(function.get("arguments"), str):  # templates take an object
                 function["arguments"] = json.loads(function["arguments"] or "{}")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        given = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
-        raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {given}')
-    message["content"] = content
-    if content is not None or not (calls or "function_call" in message):
-        message["content"] = check_string(content, f'{which} has the "content"')
-        if ROLES[role] == "assistant" and not (content.strip() or calls):
+        expected = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
+        raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {expected}')
+    is_call = calls or "function_call" in message
+    if "content" in message or not is_call:
+        message["content"] = check_string(message.get("content"), f'{which} has the "content"')
+    if message["role"] == "assistant":
+        if not (is_call or message["content"].strip()):
             raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-    if ROLES[role] == "assistant":
-        said = {key: message.pop(key) for key in ("weight", "train") if key in message}
-        message |= {} if _counts(said, which) else {"train": False}
+        train = {} if _is_trained_on(message, which) else {"train": False}
+        message = {k: v for k, v in message.items() if k not in ("weight", "train")} | train
     return message
 
 
@@ -183,9 +186,9 @@ SUMMARY_LENGTHS = range(15, 301)  # characters: less says nothing, more is not a
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings() -> Iterator[tuple[str, str, Conversation]]:
-    """Yield (split, module, conversation): the user shows a function of the standard library, and
-    the assistant answers with the first paragraph of its docstring.
+def docstrings() -> Iterator[Sample]:
+    """Yield a conversation for each function of the standard library: the user shows the function,
+    and the assistant answers with the first paragraph of its docstring.
 
     Modules are held out as files are in pretraining on `python`, so validation is on functions
     that a model pretrained there has not seen. Each source occurs once. Training modules come
@@ -205,7 +208,7 @@ def docstrings() -> Iterator[tuple[str, str, Conversation]]:
             if fits and source not in seen:
                 seen.add(source)
                 prompt = f"Write the docstring for this function.\n\n{source}"
-                yield split, name, _one_turn(prompt, summary)
+                yield Sample(split, name, _one_turn(prompt, summary))
 
 
 def _without_docstring(function: Function, lines: list[str]) -> str:
@@ -223,20 +226,17 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
     return "\n".join(line.removeprefix(" " * function.col_offset) for line in source)
 
 
-# ------------------------------------------------------------------------------ of --data
+# ----------------------------------------------------------------------------------- both kinds
 
 
-def conversations(data: list[str], reading: Reading) -> Iterator[tuple[str, Line]]:
-    """Yield (split, conversation) for each conversation of --data. Lines of files are held out as
-    in pretraining on the same files."""
+def conversations(data: list[str], reading: Reading) -> Iterator[Sample]:
+    """Yield each conversation of --data."""
     if data == ["python"] and not Path("python").exists():
-        for split, module, messages in docstrings():
-            yield split, Line(0, module, messages)
+        yield from docstrings()
         return
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
             raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
         for file in files:
-            for line in read_conversations(file, reading):
-                yield split_of(f"{document_name(file)}:{line.number}"), line
+            yield from read_conversations(file, reading)

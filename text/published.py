@@ -15,7 +15,7 @@ import numpy as np
 
 from plumbing.json_files import read_json
 from plumbing.processes import UserError
-from text.templates import read_settings
+from text.templates import token_names
 from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
@@ -27,7 +27,7 @@ class PublishedTokenizer(Tokenizer):
     The space that SentencePiece's kind puts before a text counts as a byte of it."""
 
     def __init__(self, name: str, path: Path):
-        self.name, self.file = name, path
+        self.name, self.names = name, {}
         try:
             import tokenizers
         except ImportError:
@@ -56,42 +56,31 @@ class PublishedTokenizer(Tokenizer):
         for token, i in self.model["vocab"].items():
             if i not in self.pieces:
                 self.pieces[i] = _bytes_of(token, is_byte_level)
-        self.vocab_size, self.beginning = max(self.pieces) + 1, self._ids_before_a_text()
-        # A token that ends a text need not be special in the file.
-        end = read_settings(path.parent).get("eos_token")
-        end = str(end.get("content") if isinstance(end, dict) else end)
+        self.vocab_size = max(self.pieces) + 1
+        self.beginning = self._ids_before_a_text()
+        # The token that ends a text need not be special in the file.
+        end = token_names(path.parent).get("eos_token")
         if end in tokens:
             self.special[end] = tokens[end]["id"]
             self.inner.add_special_tokens([end])
         self.added = {n: t["id"] for n, t in tokens.items() if n not in self.special}
         self.spaces = {n: (t["lstrip"], t["rstrip"]) for n, t in tokens.items()}
-        found = (self.special[n] for n in [end, *STOPS] if n in self.special)
-        self.stop, self.names = tuple(dict.fromkeys(found)), {}
+        self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
-        # <|endoftext|> both ends a document and begins the next, as with GPT-2.
+        # As with GPT-2, <|endoftext|> both ends a document and begins the next.
         self.eos = self.special.get("<|endoftext|>", self.stop[0])
         self.bos = self.beginning[0] if self.beginning else self.eos
-        self.read_settings()
+        self.read_files(path)
 
     def _ids_before_a_text(self) -> list[int]:
         """Return the ids that the file puts before a text. It may put others after it."""
         whole, text = (self.inner.encode("a", add_special_tokens=on).ids for on in (True, False))
         return next(whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text)
 
-    @cached_property
-    def special_pattern(self) -> re.Pattern:
-        """Some tokens take the spaces to their left or right with them."""
-        patterns = (
-            r"\s*" * left + re.escape(name) + r"\s*" * right
-            for name, (left, right) in sorted(self.spaces.items(), key=lambda i: -len(i[0]))
-            if name in self.special
-        )
-        return re.compile("|".join(patterns))
-
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self.inner.encode(text, add_special_tokens=False).ids
-        return (self.beginning or [self.bos] * (not ids)) * bos + ids  # a prompt is never empty
+        return self.beginning + ids or [self.bos] if bos else ids  # a prompt is never empty
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from plumbing.json_files import read_json
 from plumbing.processes import UserError
+from text.corpora import check_string
 
-# Llama 3's form. It is worded as Meta's is, by whose likeness ollama recognizes it.
+# Llama 3's form, in Meta's words, since ollama recognizes a template by its likeness to Meta's.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% set content = '<|start_header_id|>' + "
     "('ipython' if message['role'] == 'tool' else message['role']) + "
@@ -28,8 +29,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
     "{% endif %}"
 )
-# Forms for models without a template: ChatML if there are tokens for it, else headings in plain
-# text.
+# Forms for other models without a template: ChatML if there are tokens for it, else headings in
+# plain text.
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -41,37 +42,49 @@ HEADINGS = (
     "{{ eos_token if message['role'] == 'assistant' else '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
-SECONDS, MEMORY, LENGTH = 10, 1 << 30, 1 << 24  # that a template may take: bytes, characters
-TODAY = date(2024, 7, 26)  # Llama 3's default. What a run trains on does not depend on the day
+# What a template may take, and the most characters that it may write.
+SECONDS, MEMORY_BYTES, LENGTH = 10, 1 << 30, 1 << 24
+TODAY = date(2024, 7, 26)  # Llama 3's default, so that a run does not depend on its day
 # Files beside a tokenizer that say how it is used.
 SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".split()
 
 
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
-    """Return the content of one of the SETTINGS; nothing if there is none."""
+    """Return the object in one of the SETTINGS; an empty one if there is no such file."""
     return read_json(directory / name) if (directory / name).is_file() else {}
 
 
+def token_names(directory: Path) -> dict[str, str]:
+    """Return bos_token, eos_token, ... of a tokenizer_config.json, as text."""
+    names = {}
+    for name, token in read_settings(directory).items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            names[name] = text
+    return names
+
+
 def chat_template(directory: Path) -> str:
-    """Return the chat template of Hugging Face's files, of several the one named "default"; empty
-    if there is none."""
+    """Return the chat template in a directory of Hugging Face's, of several the one named
+    "default"; an empty text if there is none."""
     if (jinja := directory / "chat_template.jinja").is_file():
         return jinja.read_text("utf-8")
     template = read_settings(directory).get("chat_template") or ""
     if isinstance(template, list):
-        named = (entry for entry in template if isinstance(entry, dict))
-        template = {entry.get("name"): entry.get("template") for entry in named}.get("default", "")
+        named = (t for t in template if isinstance(t, dict) and t.get("name") == "default")
+        template = next(named, {"template": ""}).get("template")
     if not isinstance(template, str):
         raise UserError(f"{directory} has a chat template that is no text: {template!r:.60}")
     return template
 
 
-def default_template(special: dict[str, int], begins: bool) -> str:
-    """Return the template for a model without one, given its special tokens, and whether its texts
-    begin with bos_token."""
+def default_template(special: dict[str, int], has_bos: bool) -> str:
+    """Return the template for a model without one, given its special tokens, and whether bos_token
+    stands before its texts."""
     if "<|start_header_id|>" in special:
         return CHAT_TEMPLATE
-    return "{{ bos_token }}" * begins + (CHATML if "<|im_start|>" in special else HEADINGS)
+    form = CHATML if "<|im_start|>" in special else HEADINGS
+    return "{{ bos_token }}" + form if has_bos else form
 
 
 def render(template: str, **variables) -> str:
@@ -87,20 +100,19 @@ def render(template: str, **variables) -> str:
         raise UserError(f"the chat template does not write this conversation: {what:.200}")
     if len(text) > LENGTH:
         raise UserError(f"the chat template writes {len(text):,} characters: is it one of a chat?")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return check_string(text, "the chat template writes")
 
 
 @functools.lru_cache
 def _compiled(template: str):
     """Return a template of Jinja, compiled as transformers does, with the same functions."""
     try:
-        from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise UserError("chats need a package that torch needs, too: pip install jinja2")
 
     def raise_exception(message: str):
-        raise TemplateError(message)
+        raise ValueError(message)  # which `render` reports
 
     def tojson(value, ensure_ascii=False, **options) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -111,7 +123,7 @@ def _compiled(template: str):
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = TODAY.strftime
     environment.filters["tojson"] = tojson
-    # Tags of transformers around answers, which are found otherwise here.
+    # Two tags by which transformers, but not `encode`, finds the answers.
     for tag, by in (("generation", "if true"), ("endgeneration", "endif")):
         template = re.sub(rf"(\{{%[-+]?)\s*{tag}\s*([-+]?%\}})", rf"\1 {by} \2", template)
     return environment.from_string(template)
@@ -119,15 +131,15 @@ def _compiled(template: str):
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
-    """Within this context, this process has SECONDS of its processors, and MEMORY in addition."""
+    """Within this context, this process may compute for SECONDS, and take MEMORY_BYTES more."""
 
     def end(*_) -> None:
         raise TimeoutError(f"it takes more than {SECONDS} s")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with contextlib.suppress(OSError, ValueError):  # Linux alone says what a process has
+    with contextlib.suppress(OSError, ValueError):  # only Linux says how much a process has
         pages = int(Path("/proc/self/statm").read_text().split()[5])
-        limit = pages * resource.getpagesize() + MEMORY
+        limit = pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     before = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)

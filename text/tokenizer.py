@@ -3,7 +3,7 @@
 All are byte-pair encodings. Text is first pre-tokenized: a regular expression divides it into
 words. Each word is at first a sequence of bytes, the shortest tokens. Then neighbouring tokens are
 merged into longer ones, in the order in which training found them. Ids follow that order: first
-the 256 bytes, then the merged tokens, and last the special tokens, which never come from text.
+the 256 bytes, then the merged tokens, and last the special tokens, which no text is encoded to.
 """
 
 import base64
@@ -27,7 +27,7 @@ from plumbing.json_files import read_json
 from plumbing.new_files import hidden_until_complete
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
-from text.templates import SETTINGS, chat_template, default_template, read_settings
+from text.templates import SETTINGS, chat_template, default_template, read_settings, token_names
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -55,10 +55,10 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     name: what load_tokenizer was given
-    file: the file that the tokenizer was read from, if any
-    files: the content of that file and of those beside it that say how it is used, by name
+    files: content of the file it was read from, if any, and of the SETTINGS beside it, by name
     vocab, special: ids of the ordinary and of the special tokens
-    added: ids of others that were added to the ordinary ones, and are found before any merge
+    added: ids of ordinary tokens that are found in a text before anything is merged
+    spaces: of a token, whether it takes the spaces to its left, and to its right, with it
     pieces: bytes of all tokens by id
     word_pattern: regular expression of the pre-tokenization; None where it takes more than one
     bos, eos: ids of the tokens that begin and end a document
@@ -68,57 +68,57 @@ class Tokenizer:
     stop: ids of the tokens that end generation"""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
-        self.name, self.encoding, self.file = name, encoding, file
+        self.name, self.encoding = name, encoding
         self.vocab: dict[bytes, int] = encoding._mergeable_ranks
         self.special: dict[str, int] = encoding._special_tokens
         self.added: dict[str, int] = {}
+        self.spaces: dict[str, tuple[bool, bool]] = {}
         self.pieces = {i: token for token, i in self.vocab.items()}
-        self.pieces |= {i: name.encode() for name, i in self.special.items()}
+        self.pieces |= {i: token.encode() for token, i in self.special.items()}
         self.word_pattern = encoding._pat_str
         self.vocab_size = encoding.n_vocab  # ordinary and special tokens
         # GPT-2 and its relatives have one token that both ends a document and begins the next.
-        endoftext = self.special.get("<|endoftext|>")
-        self.bos = self.special.get("<|begin_of_text|>", endoftext)
-        self.beginning = [self.bos]
+        bos, ends = "<|endoftext|>", ["<|endoftext|>"]
+        if "<|begin_of_text|>" in self.special:
+            bos, ends = "<|begin_of_text|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
         # With small tokenizers, whose models are pretrained here, a document ends as an answer
         # does: fine-tuning cannot teach a model to end with a token that it has never seen.
-        end = "<|eot_id|>" if len(self.special) == N_SMALL_SPECIAL else "<|end_of_text|>"
-        self.eos = self.special.get(end, endoftext)
-        stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
-        self.stop = tuple(self.special[token] for token in stops if token in self.special)
-        name_of = {i: token for token, i in self.special.items()}
-        end = "<|eot_id|>" if "<|eot_id|>" in self.special else name_of[self.eos]
-        self.names = {"bos_token": name_of[self.bos], "eos_token": end}
-        self.read_settings()
+        eos = ends[-1] if len(self.special) == N_SMALL_SPECIAL else ends[0]
+        self.bos, self.eos = self.special[bos], self.special[eos]
+        self.beginning = [self.bos]
+        self.stop = [self.special[token] for token in ends]
+        self.names = {"bos_token": bos, "eos_token": ends[-1]}  # a template ends answers
+        self.read_files(file)
 
-    def read_settings(self) -> None:
-        """Keep the tokenizer's file and those beside it, and take from them what a chat needs."""
-        self.files, self.template, ends = {}, "", None
-        if self.file:
-            parent = self.file.parent
-            home = parent.parent if parent.name == "original" else parent
-            kind = "json" if self.file.suffix == ".json" else "model"
-            self.files[f"tokenizer.{kind}"] = self.file.read_bytes()
-            self.files |= {n: (home / n).read_bytes() for n in SETTINGS if (home / n).is_file()}
-            for name, token in read_settings(home).items():
-                text = token.get("content") if isinstance(token, dict) else token
-                if name.endswith("_token") and isinstance(text, str):
-                    self.names[name] = text
-            self.template = chat_template(home)
-            ends = read_settings(home, "generation_config.json").get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [ends]
-        more = (i for i in ends if isinstance(i, int) and i in self.pieces)
-        self.stop = tuple(dict.fromkeys([*self.stop, *more]))
+    def read_files(self, file: Path | None) -> None:
+        """Keep the tokenizer's file and the SETTINGS beside it. Take from them the chat template,
+        or a default one, names of tokens, and more tokens that end generation."""
+        self.files, self.template, more = {}, "", None
+        if file:
+            folder = file.parent.parent if file.parent.name == "original" else file.parent
+            kind = "json" if file.suffix == ".json" else "model"
+            self.files[f"tokenizer.{kind}"] = file.read_bytes()
+            found = (name for name in SETTINGS if (folder / name).is_file())
+            self.files |= {name: (folder / name).read_bytes() for name in found}
+            self.names |= token_names(folder)
+            self.template = chat_template(folder)
+            more = read_settings(folder, "generation_config.json").get("eos_token_id")
+        ids = (i for i in (more if isinstance(more, list) else [more]) if isinstance(i, int))
+        self.stop = tuple(dict.fromkeys([*self.stop, *(i for i in ids if i in self.pieces)]))
         if not self.template:
             self.template = default_template(self.special, bool(self.beginning))
-            name_of = {i: name for name, i in self.special.items()}
-            own = {"bos_token": name_of.get(self.bos, ""), "eos_token": name_of[self.stop[0]]}
-            self.names = own | self.names
+            name_of = {i: token for token, i in self.special.items()}
+            self.names.setdefault("bos_token", name_of.get(self.bos, ""))
+            self.names.setdefault("eos_token", name_of[self.stop[0]])
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern:
-        """What matches the name of a special token, with spaces that belong to it."""
-        return re.compile("|".join(map(re.escape, self.special)))
+        """Pattern of the special tokens' names, the longest first, with the spaces they take."""
+        patterns = []
+        for name in sorted(self.special, key=len, reverse=True):
+            left, right = (r"\s*" if takes else "" for takes in self.spaces.get(name, (0, 0)))
+            patterns.append(left + re.escape(name) + right)
+        return re.compile(f"({'|'.join(patterns)})")
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text. Names of special tokens in it are encoded as ordinary text."""
@@ -180,25 +180,23 @@ class Tokenizer:
         return {"tokenizer": name, "tokenizer_hash": self.hash}
 
     def save_published(self, directory: Path) -> None:
-        """Write the files for transformers: what is missing is made, and what a chat needs beyond a
-        base's is added, which is a template and the tokens that end an answer."""
+        """Write the tokenizer's files and, unless it has none, what transformers needs beside them;
+        then what a chat needs: a template, and the tokens that end an answer."""
         self.save(directory)
-
-        def add(name: str, content: str | dict) -> None:
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            (directory / name).write_text(text, "utf-8")
-
+        made = {}
         if self.files and "tokenizer.json" not in self.files:
-            add("tokenizer.json", _published(self))
+            made["tokenizer.json"] = _published(self)
         if self.files and "tokenizer_config.json" not in self.files:
             kind = dict(
                 tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False
             )
-            add("tokenizer_config.json", kind | self.names)
-        if not chat_template(directory):
-            add("chat_template.jinja", self.template)
+            made["tokenizer_config.json"] = kind | self.names
         if settings := read_settings(directory, "generation_config.json"):
-            add("generation_config.json", settings | {"eos_token_id": list(self.stop)})
+            made["generation_config.json"] = settings | {"eos_token_id": list(self.stop)}
+        for file, content in made.items():
+            (directory / file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+        if not chat_template(directory):
+            (directory / "chat_template.jinja").write_text(self.template, "utf-8")
 
 
 # -------------------------------------------------------------------------------------- loading
@@ -223,25 +221,20 @@ def load_tokenizer(name: str) -> Tokenizer:
         if not path.exists():
             print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
             train_tokenizer(["python"], int(python_size[1]), path)
-    if path.suffix == ".json" and path.is_file():
+    if path.is_file() and path.suffix == ".json":
         from text.published import PublishedTokenizer
 
         return _read_tokenizer_json(name, path) or PublishedTokenizer(name, path)
     if path.is_file():
-        vocab = _read_model_file(path)
-        if not _are_ids_of_all(vocab):
-            raise UserError(
-                f"{path} is no tokenizer: expected ids 0, 1, 2, ... of 256 tokens or more"
-            )
-        return Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
-    if name in tiktoken.list_encoding_names():
-        try:
-            return Tokenizer(name, tiktoken.get_encoding(name))
-        except OSError as error:  # the errors of requests, which downloads, are OSErrors
-            reason = type(error).__name__
-            raise UserError(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
-    known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
-    raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
+        return Tokenizer(name, _encoding(name, _read_model_file(path), WORD_PATTERN), path)
+    if name not in tiktoken.list_encoding_names():
+        known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
+        raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
+    try:
+        return Tokenizer(name, tiktoken.get_encoding(name))
+    except OSError as error:  # the errors of requests, which downloads, are OSErrors
+        reason = type(error).__name__
+        raise UserError(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
 
 
 def find_tokenizer(directory: Path) -> Path | None:
@@ -251,31 +244,28 @@ def find_tokenizer(directory: Path) -> Path | None:
     return next((directory / name for name in names if (directory / name).is_file()), None)
 
 
-def _are_ids_of_all(vocab: dict[bytes, int]) -> bool:
+def _has_all_ids(vocab: dict[bytes, int]) -> bool:
     return len(vocab) >= 256 and sorted(vocab.values()) == list(range(len(vocab)))
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
+    """Return the encoding of ordinary tokens, with special tokens of Llama 3 after them."""
     n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
     special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
-    ids = dict(mergeable_ranks=vocab, special_tokens=special)
-    return tiktoken.Encoding(name, pat_str=word_pattern, **ids)
+    return tiktoken.Encoding(
+        name, pat_str=word_pattern, mergeable_ranks=vocab, special_tokens=special
+    )
 
 
 # ----------------------------------------------------------------- Meta's file: tokenizer.model
 # A line for each ordinary token: base64 of its bytes, a space, its id.
 
 
-def _model_file(tokens: list[bytes]) -> bytes:
-    """Return the content of a `tokenizer.model`, given the ordinary tokens in order of id."""
-    return b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in enumerate(tokens))
-
-
 def _read_model_file(path: Path) -> dict[bytes, int]:
     """Return the ordinary tokens of a `tokenizer.model` with their ids.
 
     tiktoken can read such files too, but does not notice when the file at a path has changed."""
-    vocab = {}
+    vocab: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
             token, i = line.split()
@@ -283,6 +273,8 @@ def _read_model_file(path: Path) -> dict[bytes, int]:
     except ValueError:
         where = f"{path}, line {len(vocab) + 1}"
         raise UserError(f"{where}: expected a token in base64 and its id, as in a tokenizer.model")
+    if not _has_all_ids(vocab):
+        raise UserError(f"{path} is no tokenizer: expected ids 0, 1, 2, ... of 256 tokens or more")
     return vocab
 
 
@@ -301,14 +293,13 @@ def _published(tokenizer: Tokenizer) -> dict:
     """Return the content of a tokenizer.json."""
     vocab, merges = tokenizer.in_printable_characters()
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    special = [{"id": i, "content": token, **flags} for token, i in tokenizer.special.items()]
     pattern = {"Regex": tokenizer.word_pattern}
     split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
-    special = [{"id": i, "content": token, **flags} for token, i in tokenizer.special.items()]
-    bos = next(token for token, i in tokenizer.special.items() if i == tokenizer.bos)
-    first = [{"SpecialToken": {"id": bos, "type_id": 0}}]  # as in training; Meta's file has it, too
-    text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    # A word that is a token needs no merges.
+    bos = next(token for token, i in tokenizer.special.items() if i == tokenizer.bos)
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}  # as in training; Meta's file has it, too
+    text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     merges = [" ".join(pair) for pair in merges]
     return {
         "version": "1.0",
@@ -317,11 +308,12 @@ def _published(tokenizer: Tokenizer) -> dict:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [*first, text],
-            "pair": [*first, text, *first, second],
+            "single": [begin, text],
+            "pair": [begin, text, begin, second],
             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
         },
         "decoder": byte_level,
+        # With ignore_merges, a word that is a token is not merged from its bytes.
         "model": dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges),
     }
 
@@ -333,27 +325,27 @@ def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
     try:
         model, processor = theirs["model"], theirs["post_processor"]
         vocab = {bytes(map(BYTE_OF_CHARACTER.get, t)): i for t, i in model["vocab"].items()}
-        if not _are_ids_of_all(vocab):
+        if not _has_all_ids(vocab):
             return None
         tokenizer = Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
         ours = _published(tokenizer)
         model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-        parts = processor.get("processors") or [processor]
+        model = {k: value for k, value in model.items() if value or k in ours["model"]}
         # Llama 3.0 had reserved tokens that Llama 3.1 named.
+        added = [
+            token | {"content": named} if token["content"] in RESERVED else token
+            for token, named in zip(theirs["added_tokens"], tokenizer.special, strict=True)
+        ]
+        parts = processor.get("processors") or [processor]
         is_same = (
-            [part["single"] for part in parts if "single" in part]
-            == [ours["post_processor"]["single"]]
+            model == ours["model"]
+            and added == ours["added_tokens"]
             and theirs.get("normalizer") is None
             and theirs["pre_tokenizer"] == ours["pre_tokenizer"]
-            and model.items() >= ours["model"].items()
-            and not any(value for key, value in model.items() if key not in ours["model"])
-            and len(theirs["added_tokens"]) == len(ours["added_tokens"])
-            and all(
-                a["content"] in (b["content"], *RESERVED) and a | {"content": b["content"]} == b
-                for a, b in zip(theirs["added_tokens"], ours["added_tokens"])
-            )
+            and [part["single"] for part in parts if "single" in part]
+            == [ours["post_processor"]["single"]]
         )
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return tokenizer if is_same else None
 
@@ -365,7 +357,7 @@ def train_tokenizer(
     sources: list[str], vocab_size: int, out: Path, reading: Reading | None = None
 ) -> None:
     """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
-    a `tokenizer.model`. Raise UserError if that is too few for the 256 bytes and special tokens."""
+    a `tokenizer.model`. Raise UserError if these are too few for the bytes and special tokens."""
     if vocab_size < (smallest := 256 + N_SMALL_SPECIAL):
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
@@ -377,15 +369,19 @@ def train_tokenizer(
         if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
+    lines = (b"%s %d
+" % (base64.b64encode(token), i) for i, token in enumerate(tokens))
     with hidden_until_complete(out) as hidden:
-        hidden.write_bytes(_model_file(tokens))
+        hidden.write_bytes(b"".join(lines))
     trained = _encoding(out.name, {token: i for i, token in enumerate(tokens)}, WORD_PATTERN)
     n_bytes = sum(n * len(word.encode()) for word, n in words.items())
     n_tokens = sum(n * len(trained.encode_ordinary(word)) for word, n in words.items())
     per_token = n_bytes / max(n_tokens, 1)
-    told = f"{trained.n_vocab:,} of {vocab_size:,} tokens, {per_token:.2f} bytes a token; "
-    told += f"{documents['train']:,} documents, and {documents['val']:,} held out"
-    print(told, file=sys.stderr)
+    print(
+        f"{trained.n_vocab:,} of {vocab_size:,} tokens, {per_token:.2f} bytes a token; "
+        f"{documents['train']:,} documents, and {documents['val']:,} held out",
+        file=sys.stderr,
+    )
 
 
 def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
