@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +45,10 @@ from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import (
     Process,
-    Stopped,
     UserError,
     init_distributed,
     print_rank_zero,
     run,
-    until_signal,
     with_progress,
 )
 from runs.records import Totals
@@ -94,6 +92,25 @@ def parse_args() -> argparse.Namespace:
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
     """Return the `loss` of each row alone. hidden [B, T, D], targets [B, T] -> [B]."""
     return torch.stack([loss(h, weight, t, vocabulary) for h, t in zip(hidden, targets)])
+
+
+class Stopped(Exception):
+    """A rank has received the `signal` of this number, which asks the run to save and end."""
+
+    def __init__(self, signal: int):
+        self.signal = signal
+
+
+def until_signal(items: Iterable) -> Iterator:
+    """Yield the items, as all ranks do together. Raise Stopped on all ranks, in place of the next
+    item, once one of plumbing.endings.SAVING_SIGNALS has been collected on some rank."""
+    for item in items:
+        signal_number = torch.tensor(max(plumbing.endings.received, default=0))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(signal_number, dist.ReduceOp.MAX)
+        if signal_number:
+            raise Stopped(int(signal_number))
+        yield item
 
 
 @torch.no_grad()

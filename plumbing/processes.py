@@ -307,25 +307,6 @@ def with_progress(items: Iterable, what: str, total: int | None = None) -> Itera
         progress.add()
 
 
-class Stopped(Exception):
-    """A rank has received the `signal` of this number, which asks the run to save and end."""
-
-    def __init__(self, signal: int):
-        self.signal = signal
-
-
-def until_signal(items: Iterable) -> Iterator:
-    """Yield the items, as all ranks do together. Raise Stopped on all ranks, in place of the next
-    item, once one of endings.SAVING_SIGNALS has been collected on some rank."""
-    for item in items:
-        signal_number = torch.tensor(max(endings.received, default=0))
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(signal_number, dist.ReduceOp.MAX)
-        if signal_number:
-            raise Stopped(int(signal_number))
-        yield item
-
-
 # ------------------------------------------------------------------------------------------ end
 
 

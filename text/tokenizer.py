@@ -369,8 +369,7 @@ def train_tokenizer(
         if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
-    lines = (b"%s %d
-" % (base64.b64encode(token), i) for i, token in enumerate(tokens))
+    lines = (b"%s %d\n" % (base64.b64encode(token), i) for i, token in enumerate(tokens))
     with hidden_until_complete(out) as hidden:
         hidden.write_bytes(b"".join(lines))
     trained = _encoding(out.name, {token: i for i, token in enumerate(tokens)}, WORD_PATTERN)
