@@ -38,6 +38,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import ConcatDataset
 
 from model import IGNORE
+from plumbing.json_files import JsonFile
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, is_rank_zero, run
 from techniques.context_parallel import share_sequences
@@ -222,7 +223,8 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
     metadata = directory / "data.json"
     if not metadata.is_file():
         raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
-    name = json.loads(metadata.read_text("utf-8"))["tokenizer"]
+    content = JsonFile(metadata)
+    name = content.checked("tokenizer", content["tokenizer"], str)
     return str(directory / name) if name.startswith("tokenizer.") else name
 
 
@@ -287,7 +289,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
     those of other projects, are not checked."""
     paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
-        if json.loads(metadata.read_text("utf-8"))["tokenizer_hash"] != tokenizer.hash:
+        if JsonFile(metadata)["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
                 f"the token files in {metadata.parent} were not made with tokenizer "
                 f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"

@@ -28,6 +28,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -50,13 +51,18 @@ OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, 
 GRACE = 5  # seconds in which all ranks notice that they are stuck
 PROGRESS_EVERY = 5  # seconds between two lines on what takes long
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
+MAX_MESSAGE = 2000  # characters; a damaged file may have a name or a value of any length
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
+TOO_MANY_FILES = errno.EMFILE, errno.ENFILE
 
 
 class UserError(Exception):
     """The user asked for something impossible. The message is one line that says what to do
     instead; `run` prints it without a traceback and exits with code 2."""
+
+    def __init__(self, message: object):
+        super().__init__(endings.printable(str(message))[:MAX_MESSAGE])
 
 
 # ---------------------------------------------------------------------------------------- start
@@ -258,7 +264,7 @@ def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and is_rank_zero():
         try:
-            print(text, flush=True, **where)
+            print("\n".join(map(endings.printable, text.split("\n"))), flush=True, **where)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -345,6 +351,9 @@ def run(main: Callable[[], None]) -> None:
     rank; so does a full or read-only disk."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # what a terminal lacks
+    with contextlib.suppress(OSError, ValueError):  # a corpus may consist of thousands of files
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         main()
     except KeyboardInterrupt:
@@ -357,6 +366,8 @@ def run(main: Callable[[], None]) -> None:
             error = _out_of_memory()
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE:
             error = UserError(f"{error}: free some space, or give a path that can be written")
+        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+            error = UserError(f"{error}: raise the limit of the system (ulimit -Hn), or join files")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
             endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)

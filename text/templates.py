@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.processes import UserError
 
 # Llama 3's form. It is worded as Meta's is, by whose likeness ollama recognizes it.
@@ -49,7 +49,19 @@ SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".sp
 
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
     """Return the content of one of the SETTINGS; nothing if there is none."""
-    return read_json(directory / name) if (directory / name).is_file() else {}
+    return JsonFile(directory / name) if (directory / name).is_file() else {}
+
+
+def names_of_tokens(directory: Path) -> dict[str, str]:
+    """Return bos_token, eos_token, ... of tokenizer_config.json, as text."""
+    names = {}
+    for name, token in read_settings(directory).items():
+        if name.endswith("_token") and not name.startswith("add_") and token is not None:
+            names[name] = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(names[name], str):
+                path = directory / "tokenizer_config.json"
+                raise UserError(f"{path} is damaged: {name} cannot be {token!r:.60}")
+    return names
 
 
 def chat_template(directory: Path) -> str:

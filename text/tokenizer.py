@@ -23,10 +23,10 @@ import numpy as np
 import regex  # comes with tiktoken, which needs it
 import tiktoken
 
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
-from text.templates import SETTINGS, chat_template, default_template, read_settings
+from text.templates import SETTINGS, chat_template, default_template, names_of_tokens, read_settings
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -99,10 +99,7 @@ class Tokenizer:
             kind = "json" if self.file.suffix == ".json" else "model"
             self.files[f"tokenizer.{kind}"] = self.file.read_bytes()
             self.files |= {n: (home / n).read_bytes() for n in SETTINGS if (home / n).is_file()}
-            for name, token in read_settings(home).items():
-                text = token.get("content") if isinstance(token, dict) else token
-                if name.endswith("_token") and isinstance(text, str):
-                    self.names[name] = text
+            self.names |= names_of_tokens(home)
             self.template = chat_template(home)
             ends = read_settings(home, "generation_config.json").get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
@@ -216,7 +213,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         vocab = {bytes([i]): i for i in range(256)}
         return Tokenizer(name, _encoding(name, vocab, BYTES_PATTERN))
     path = find_tokenizer(Path(name)) or Path(name)
-    python_size = regex.fullmatch(r"python-(\d+)", name)
+    python_size = regex.fullmatch(r"python-(\d{1,6})", name)
     if not path.is_file() and python_size:
         path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
         if not path.exists():
@@ -251,7 +248,8 @@ def find_tokenizer(directory: Path) -> Path | None:
 
 
 def _are_ids_of_all(vocab: dict[bytes, int]) -> bool:
-    return len(vocab) >= 256 and sorted(vocab.values()) == list(range(len(vocab)))
+    has_bytes = all(bytes([byte]) in vocab for byte in range(256))  # tiktoken dies without one
+    return has_bytes and sorted(vocab.values()) == list(range(len(vocab)))
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
@@ -328,7 +326,7 @@ def _published(tokenizer: Tokenizer) -> dict:
 def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
     """Return the tokenizer in a tokenizer.json if it says just what is written here: if it is
     Meta's, or one that was trained here. Only then can tiktoken read it; else return None."""
-    theirs = read_json(path)
+    theirs = dict(JsonFile(path))
     try:
         model, processor = theirs["model"], theirs["post_processor"]
         vocab = {bytes(map(BYTE_OF_CHARACTER.get, t)): i for t, i in model["vocab"].items()}
