@@ -16,7 +16,7 @@ import numpy as np
 from plumbing.json_files import JsonFile
 from plumbing.processes import UserError
 from text.templates import names_of_tokens
-from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
 MAX_VOCABULARY = 1 << 24
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
@@ -32,7 +32,7 @@ class PublishedTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise UserError(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
+            raise OtherKind(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
@@ -43,7 +43,7 @@ class PublishedTokenizer(Tokenizer):
         is_byte_level, is_bpe = '"ByteLevel"' in words, isinstance(model, tokenizers.models.BPE)
         falls_back = is_bpe and model.byte_fallback and '"Metaspace"' not in words
         if not is_bpe or not (is_byte_level or falls_back):
-            raise UserError(
+            raise OtherKind(
                 f"{path} has a {type(model).__name__} and pre-tokenizes by {words:.100}: only "
                 f"byte-level BPE works here, and BPE that falls back to bytes, with its spaces in "
                 f"a normalizer"

@@ -50,6 +50,10 @@ N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
 LLAMA3_VOCAB_SIZE = 128_000  # without special tokens
 
 
+class OtherKind(UserError):
+    """A tokenizer of a kind that is not read here. It may be whole."""
+
+
 class Tokenizer:
     """Converts text to token ids and back.
 
@@ -235,7 +239,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             return Tokenizer(name, tiktoken.get_encoding(name))
         except OSError as error:  # the errors of requests, which downloads, are OSErrors
             reason = type(error).__name__
-            raise UserError(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
+            raise OtherKind(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
     known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
     raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
 
@@ -272,9 +276,11 @@ def _read_model_file(path: Path) -> dict[bytes, int]:
     """Return the ordinary tokens of a `tokenizer.model` with their ids.
 
     tiktoken can read such files too, but does not notice when the file at a path has changed."""
-    vocab = {}
+    vocab, content = {}, path.read_bytes()
+    if content.startswith(b"\n"):
+        raise OtherKind(f"{path} is SentencePiece's: only a tokenizer.json beside it is read")
     try:
-        for line in path.read_bytes().splitlines():
+        for line in content.splitlines():
             token, i = line.split()
             vocab[base64.b64decode(token, validate=True)] = int(i)
     except ValueError:
