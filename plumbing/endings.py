@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-# Line ends and other control characters, and those that turn the direction of a text.
+# Line ends, what else a terminal would obey, and what turns the direction of a text: names in files
+# may hold such characters, and are printed with str.translate(ESCAPED).
 _CONTROL = *range(9), *range(10, 32), *range(127, 160), *range(8232, 8239), *range(8294, 8298)
-_ESCAPED = {i: ascii(chr(i))[1:-1] for i in _CONTROL}
+ESCAPED = {i: ascii(chr(i))[1:-1] for i in _CONTROL}
 _ending = threading.RLock()
 _left_to_thread = threading.Event()
 received: list[int] = []  # by signals_collected
@@ -27,19 +28,13 @@ _started = time.monotonic()
 SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
 
 
-def printable(text: str) -> str:
-    """Return a line with its control characters escaped: names in files may hold some, which a
-    terminal would obey."""
-    return text.translate(_ESCAPED)
-
-
 def end(code: int, message: str, show: bool) -> None:
     """End this process at once: Python's usual exit would wait for ranks that are stuck in a
     collective. The message is printed if `show`, and torchrun repeats it in its own report."""
     _ending.acquire()  # for good: the first thread to come here ends the process
     if show:
         with contextlib.suppress(OSError):
-            os.write(2, f"error: {printable(message)}\n".encode(errors="replace"))
+            os.write(2, f"error: {message.translate(ESCAPED)}\n".encode(errors="replace"))
     report(message)
     os._exit(code)
 

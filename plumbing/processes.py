@@ -54,7 +54,8 @@ STUCK_AFTER = 60  # seconds, or five times the last step if that is more, withou
 MAX_MESSAGE = 2000  # characters; a damaged file may have a name or a value of any length
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
-TOO_MANY_FILES = errno.EMFILE, errno.ENFILE
+ADVICE = dict.fromkeys(USER_FIXABLE, "free some space, or give a path that can be written")
+ADVICE |= dict.fromkeys(("EMFILE", "ENFILE"), "raise the limit (ulimit -Hn), or give fewer files")
 
 
 class UserError(Exception):
@@ -62,7 +63,7 @@ class UserError(Exception):
     instead; `run` prints it without a traceback and exits with code 2."""
 
     def __init__(self, message: object):
-        super().__init__(endings.printable(str(message))[:MAX_MESSAGE])
+        super().__init__(str(message).translate(endings.ESCAPED)[:MAX_MESSAGE])
 
 
 # ---------------------------------------------------------------------------------------- start
@@ -264,7 +265,7 @@ def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and is_rank_zero():
         try:
-            print("\n".join(map(endings.printable, text.split("\n"))), flush=True, **where)
+            print(text.translate(endings.ESCAPED | {10: "\n"}), flush=True, **where)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -364,10 +365,8 @@ def run(main: Callable[[], None]) -> None:
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
-        if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE:
-            error = UserError(f"{error}: free some space, or give a path that can be written")
-        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
-            error = UserError(f"{error}: raise the limit of the system (ulimit -Hn), or join files")
+        if isinstance(error, OSError) and (code := errno.errorcode.get(error.errno)) in ADVICE:
+            error = UserError(f"{error}: {ADVICE[code]}")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
             endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)

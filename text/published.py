@@ -18,7 +18,7 @@ from plumbing.processes import UserError
 from text.templates import names_of_tokens
 from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
-MAX_VOCABULARY = 1 << 24
+MAX_VOCABULARY = 1 << 24  # some ids may have no token
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
 
@@ -89,8 +89,7 @@ class PublishedTokenizer(Tokenizer):
     def _ids_before_a_text(self) -> list[int]:
         """Return the ids that the file puts before a text. It may put others after it."""
         whole, text = (self._ids_of("a", add_special_tokens=on) for on in (True, False))
-        starts = (i for i in range(len(whole)) if whole[i : i + len(text)] == text)
-        return whole[: next(starts, 0)]
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
 
     @cached_property
     def special_pattern(self) -> re.Pattern:
