@@ -17,11 +17,13 @@ to save, and the order stays the same when a run is resumed or the number of pro
 
 from plumbing.endings import ctrl_c_raises  # first, for Ctrl-C during the imports
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import resource
 import sys
 import zlib
 from collections import Counter
@@ -62,6 +64,9 @@ LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     if the file is no token file, or is incomplete."""
+    with contextlib.suppress(OSError, ValueError):  # files that are mapped stay open: allow many
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
         raise UserError(f"{path} is not a token file: write one with data.py tokenize")

@@ -28,7 +28,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -51,7 +50,6 @@ OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, 
 GRACE = 5  # seconds in which all ranks notice that they are stuck
 PROGRESS_EVERY = 5  # seconds between two lines on what takes long
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
-MAX_MESSAGE = 2000  # characters; a damaged file may have a name or a value of any length
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
 ADVICE = dict.fromkeys(USER_FIXABLE, "free some space, or give a path that can be written")
@@ -60,10 +58,10 @@ ADVICE |= dict.fromkeys(("EMFILE", "ENFILE"), "raise the limit (ulimit -Hn), or 
 
 class UserError(Exception):
     """The user asked for something impossible. The message is one line that says what to do
-    instead; `run` prints it without a traceback and exits with code 2."""
+    instead, cut and cleaned of what names in files may hold; `run` prints it and exits with 2."""
 
     def __init__(self, message: object):
-        super().__init__(str(message).translate(endings.ESCAPED)[:MAX_MESSAGE])
+        super().__init__(str(message).translate(endings.ESCAPED)[:2000])
 
 
 # ---------------------------------------------------------------------------------------- start
@@ -352,9 +350,6 @@ def run(main: Callable[[], None]) -> None:
     rank; so does a full or read-only disk."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # what a terminal lacks
-    with contextlib.suppress(OSError, ValueError):  # a corpus may consist of thousands of files
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         main()
     except KeyboardInterrupt:
