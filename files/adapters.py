@@ -182,10 +182,9 @@ def metadata_file(directory: Path) -> Path:
 def bits_of_base(directory: Path) -> int:
     """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
     say it, PEFT's files do not."""
-    if not (path := metadata_file(directory)).is_file():
-        return 16
-    content = JsonFile(path)
-    return content.checked("flags", content.get("flags", {}), dict).get("base_bits", 16)
+    path = metadata_file(directory)
+    flags = JsonFile(path).get("flags") if path.is_file() else None
+    return flags.get("base_bits", 16) if isinstance(flags, dict) else 16
 
 
 @torch.no_grad()

@@ -150,14 +150,11 @@ def llama_config(file: JsonFile, **fields: Any) -> LlamaConfig:
         fields[name] = file.checked(name, value, kind, limit)
     try:
         config = LlamaConfig(**fields)
-        sizes = config.q_dim + config.kv_dim + config.ffn_dim + config.vocab_size
-        if config.dim * sizes >= 2**50:
+        if config.dim * (config.q_dim + config.ffn_dim + config.vocab_size) >= 2**50:
             raise ValueError("it has more than a quadrillion weights")
         return config
-    except ValueError as error:
-        raise UserError(f"{file.path} describes an impossible Llama: {error}")
-    except TypeError as error:  # for a field that there is not
-        raise UserError(f"{file.path} was saved with another model.py: {error}")
+    except (TypeError, ValueError) as error:  # TypeError: there is no such field
+        raise UserError(f"{file.path} describes no Llama of this model.py: {error}")
 
 
 # ---------------------------------------------------------------------------------- Hugging Face
@@ -341,8 +338,8 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
                               writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
                               and 8 for others
         max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without"""
-    path, files = directory / "params.json", sorted(directory.glob("consolidated.*.pth"))
-    files = [file for file in files if file.is_file()]
+    path = directory / "params.json"
+    files = sorted(filter(Path.is_file, directory.glob("consolidated.*.pth")))
     if not files:
         raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
     params, shards = JsonFile(path), [_load_pth(file) for file in files]

@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-# Line ends, what else a terminal would obey, and what turns the direction of a text: names in files
-# may hold such characters, and are printed with str.translate(ESCAPED).
+# What a terminal would obey, or turn the text by: names in files are printed without, by translate.
 _CONTROL = *range(9), *range(10, 32), *range(127, 160), *range(8232, 8239), *range(8294, 8298)
 ESCAPED = {i: ascii(chr(i))[1:-1] for i in _CONTROL}
 _ending = threading.RLock()

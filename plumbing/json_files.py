@@ -32,15 +32,10 @@ class JsonFile(dict):
     def __missing__(self, key: str):
         raise UserError(f"{self.path} has no '{key}'")
 
-    def checked(
-        self, name: str, value: Any, kind: type, limit: float = 2**31, above: float = 0
-    ) -> Any:
+    def checked(self, name: str, value: Any, kind: type, limit=2**31, above=0) -> Any:
         """Return a value from this file, converted to `kind`. Raise UserError for another type, and
         for a number that is not between `above` and `limit`."""
-        if kind in (int, float):
-            fits = type(value) in (kind, int) and above < value < limit
-        else:
-            fits = type(value) is kind
-        if not fits:
+        fits = type(value) is kind or (type(value), kind) == (int, float)
+        if not fits or (kind in (int, float) and not above < value < limit):
             raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
         return kind(value)

@@ -163,13 +163,13 @@ def read_metrics(path: Path) -> list[dict]:
     rows, left_out = [], []
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, 1):
+        row = None
         with contextlib.suppress(UserError):
             row = parse_json(line, path)
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                rows.append(row)
-                continue
-        # The last line may be incomplete: the run is writing it, or was killed while it did.
-        left_out += [number] * line.endswith(b"\n")
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        elif line.endswith(b"\n"):  # else it is the last, of a run that writes it or was killed
+            left_out.append(number)
     if left_out:
         told = f"left out {len(left_out)} lines that are damaged, the first is line {left_out[0]}"
         print_rank_zero(f"warning: {path}: {told}", file=sys.stderr)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from plumbing.processes import ADVICE, UserError
 from runs.records import best_loss
 from text.chat import encode
 from text.conversations import read_conversations
-from text.corpora import Reading, read_pieces
+from text.corpora import Reading, find_files, read_pieces
 from text.exams import Exam
 from text.templates import _limits
 from text.tokenizer import load_tokenizer, train_tokenizer
@@ -62,7 +63,7 @@ def read_run(home: Path) -> None:
 
 
 def read_text(name: str, home: Path) -> None:
-    list(read_pieces([home / name]))
+    list(read_pieces(find_files([home / name])))
 
 
 def with_adapter(home: Path) -> None:
@@ -173,7 +174,8 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def refusal(read, home: Path) -> str:
-    """Return how a file is refused, or "". Other errors fail, as do 10 s and 1 GiB."""
+    """Return how a file is refused, or "". Other errors fail, as do 10 s of CPU and 1 GiB."""
+    signal.alarm(30)  # kills this process, if it waits for a fifo
     try:
         with _limits():
             read(home)
@@ -182,6 +184,8 @@ def refusal(read, home: Path) -> str:
         if is_line not in (True, *ADVICE) and "can't allocate memory" not in str(error):
             raise
         return str(UserError(error))
+    finally:
+        signal.alarm(0)
     return ""
 
 
@@ -208,6 +212,11 @@ def test_damaged_files_are_read_or_refused(name, files, monkeypatch):
         if name.startswith("own/") and not as_json and content != original:
             assert said[-1], f"not found: {which}"
     assert any(said) != (name == NEVER_REFUSED)
+    path.unlink()
+    os.mkfifo(path)
+    refusal(READERS[name], path.parent)  # does not wait for a writer
+    path.unlink()
+    path.write_bytes(original)
 
 
 ATTACKS = {  # what found files begin with -> as which file, or by which reader they are read

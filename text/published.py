@@ -18,7 +18,6 @@ from plumbing.processes import UserError
 from text.templates import names_of_tokens
 from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
-MAX_VOCABULARY = 1 << 24  # some ids may have no token
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
 
@@ -59,7 +58,7 @@ class PublishedTokenizer(Tokenizer):
         self.pieces = {i: _bytes_of(token, is_byte_level) for token, i in vocab.items()}
         self.pieces |= {i: token.content.encode() for i, token in added.items()}
         self.vocab_size = max(self.pieces, default=0) + 1
-        if self.vocab_size > MAX_VOCABULARY:
+        if self.vocab_size > 1 << 24:  # not every id needs a token, but its bytes are counted
             raise UserError(f"{path} has a token of the id {self.vocab_size - 1:,}: is it damaged?")
         self.beginning = self._ids_before_a_text()
         # A token that ends a text need not be special in the file.

@@ -54,13 +54,11 @@ def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
 
 def names_of_tokens(directory: Path) -> dict[str, str]:
     """Return bos_token, eos_token, ... of tokenizer_config.json, as text."""
-    names = {}
-    for name, token in read_settings(directory).items():
+    names, settings = {}, read_settings(directory)
+    for name, token in settings.items():
         if name.endswith("_token") and not name.startswith("add_") and token is not None:
-            names[name] = token.get("content") if isinstance(token, dict) else token
-            if not isinstance(names[name], str):
-                path = directory / "tokenizer_config.json"
-                raise UserError(f"{path} is damaged: {name} cannot be {token!r:.60}")
+            text = token.get("content") if isinstance(token, dict) else token
+            names[name] = settings.checked(name, text, str)
     return names
 
 
