@@ -6,8 +6,10 @@ import gzip
 import json
 import os
 import random
+import resource
 import shutil
 import signal
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +20,14 @@ from test_published import write
 
 import report
 from checkpoint import load_pretrained
-from data import open_windows, tokenize, tokenizer_of_token_files
+from data import open_token_file, open_windows, tokenize, tokenizer_of_token_files
 from files import directories, formats
 from files.adapters import gather_adapters, save_adapter
 from lora import LoRA, add_adapters
 from model import LlamaConfig
 from plumbing.processes import ADVICE, UserError
 from runs.records import best_loss
+from text import corpora
 from text.chat import encode
 from text.conversations import read_conversations
 from text.corpora import Reading, find_files, read_pieces
@@ -246,3 +249,52 @@ def test_attacks_that_succeeded_are_refused(kind, files, tmp_path, monkeypatch):
             read = partial(read_text, name) if kind == "corpus" else load_pretrained
         said = refusal(read, case if case.is_dir() else home)
         assert case.name in said and said.translate(ESCAPED) == said, case
+
+
+def with_regex(content: dict) -> None:
+    split = dict(type="Split", pattern={"Regex": "(a+a+)+b"}, behavior="Isolated", invert=False)
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda content: content["model"]["vocab"].update(zz=4 * 10**9), "4,000,000,000"),
+        (with_regex, "cannot encode a text"),
+    ],
+)
+def test_a_tokenizer_takes_bounded_memory_and_time(change, says, files, tmp_path):
+    home = shutil.copytree(files / "yi", tmp_path / "yi")
+    change(content := json.loads((home / "tokenizer.json").read_text()))
+    (home / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=says):
+        load_tokenizer(str(home)).encode("a" * 40)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])
+def test_a_small_file_may_hold_gigabytes(name, tmp_path, monkeypatch):
+    """By gzip, and is not read whole: here, megabytes."""
+    monkeypatch.setattr(corpora, "MAX_LINE", 1 << 16)
+    (tmp_path / name).write_bytes(gzip.compress(b"[" * (30 << 20)))
+    tracemalloc.start()
+    with pytest.raises(UserError, match=name):
+        list(read_pieces([tmp_path / name]))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def test_a_corpus_may_have_more_files_than_are_allowed_at_first(files):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60 + len(os.listdir("/proc/self/fd")), hard))
+    try:
+        opened = [open_token_file(files / "tokens/train_000000.bin") for _ in range(200)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(opened) == 200
+
+
+def test_an_error_is_one_line_whatever_it_names():
+    assert str(UserError("a\x1b[2J\nb" + "c" * 9999)).startswith(r"a\x1b[2J\nbcc")
+    assert len(str(UserError("c" * 9999))) == 2000
+    with pytest.raises(UserError, match="no tokenizer 'python-999999999999'"):
+        load_tokenizer("python-999999999999")
