@@ -263,7 +263,7 @@ def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and is_rank_zero():
         try:
-            print(text.translate(endings.ESCAPED | {10: "\n"}), flush=True, **where)
+            print(text.translate(endings.IN_LINES if "file" in where else {}), flush=True, **where)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
