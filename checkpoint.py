@@ -65,7 +65,7 @@ from plumbing.parser import Parser
 from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
 from plumbing.shards import allocate, assign_shard, to_local
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import OtherKind, Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -451,11 +451,15 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
 
 def _tokenizer_of(metadata: dict) -> Tokenizer | None:
     """Return the tokenizer that read_config has found, or None. Prints a warning if it cannot be
-    read, such as Llama 2's without the package for it."""
+    read, such as Llama 2's without the package for it. Raises UserError if it is damaged."""
     try:
-        return metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
-    except UserError as error:
+        tokenizer = metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
+    except OtherKind as error:
         print(f"warning: without a tokenizer, as {error}", file=sys.stderr)
+        return None
+    if tokenizer:
+        check_tokenizer(metadata, tokenizer)
+    return tokenizer
 
 
 def main() -> None:

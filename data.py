@@ -17,11 +17,13 @@ to save, and the order stays the same when a run is resumed or the number of pro
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import resource
 import sys
 import zlib
 from collections import Counter
@@ -37,6 +39,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import ConcatDataset
 
 from model import IGNORE
+from plumbing.json_files import JsonFile
 from plumbing.new_files import hidden_until_complete
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, is_rank_zero, run
@@ -61,6 +64,9 @@ LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     if the file is no token file, or is incomplete."""
+    with contextlib.suppress(OSError, ValueError):  # files that are mapped stay open: allow many
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
         raise UserError(f"{path} is not a token file: write one with data.py tokenize")
@@ -219,7 +225,8 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
     metadata = directory / "data.json"
     if not metadata.is_file():
         raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
-    name = json.loads(metadata.read_text("utf-8"))["tokenizer"]
+    content = JsonFile(metadata)
+    name = content.checked("tokenizer", content["tokenizer"], str)
     return str(directory / name) if name.startswith("tokenizer.") else name
 
 
@@ -284,7 +291,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
     those of other projects, are not checked."""
     paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
-        if json.loads(metadata.read_text("utf-8"))["tokenizer_hash"] != tokenizer.hash:
+        if JsonFile(metadata)["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
                 f"the token files in {metadata.parent} were not made with tokenizer "
                 f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"

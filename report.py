@@ -7,14 +7,15 @@ OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import contextlib
 import json
 import math
 from pathlib import Path
 
+from plumbing.json_files import JsonFile
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser
 from plumbing.processes import UserError, run
+from runs.records import read_metrics
 
 TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
@@ -22,20 +23,9 @@ EVALUATED = ("val_loss", "val_bits_per_byte")
 POINTS = 2000  # of a curve; each is the mean of as many steps as needed
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Return the records of metrics.jsonl. A line that is none is left out, such as the last one of
-    a run that is writing it."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
-            rows.append(row | {"step": int(row["step"]), "tokens": int(row["tokens"])})
-    return rows
-
-
 def finite_mean(values: list) -> float | None:
     """Return the mean of those values that are finite numbers, which JSON can hold; else None."""
-    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    known = [value for value in values if isinstance(value, int | float) and abs(value) < 1e300]
     mean = sum(value / len(known) for value in known)  # a sum of large ones would be infinite
     return float(f"{mean:.6g}") if known else None
 
@@ -43,12 +33,13 @@ def finite_mean(values: list) -> float | None:
 def read_run(directory: Path) -> dict:
     """Return what the page shows of a run: its flags, what else config.json says of it, curves of
     at most POINTS points, and its evaluations."""
-    if not (path := directory / "metrics.jsonl").exists():
+    if not (path := directory / "metrics.jsonl").is_file():
         raise UserError(f"{directory} is no run of train.py: it has no metrics.jsonl")
-    rows = read_lines(path)
-    config = {}
-    with contextlib.suppress(OSError, ValueError):
-        config = json.loads((directory / "config.json").read_text("utf-8"))
+    rows = [row for row in read_metrics(path) if type(row.get("tokens")) is int]
+    flags, facts = {}, {}
+    if (path := directory / "config.json").is_file():
+        config = JsonFile(path)
+        flags, facts = (config.checked(n, config.get(n, {}), dict) for n in ("flags", "run"))
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     evaluations = [
@@ -59,8 +50,8 @@ def read_run(directory: Path) -> dict:
     ]
     return {
         "name": str(directory),
-        "flags": {name: str(value) for name, value in config.get("flags", {}).items()},
-        "facts": {name: str(value) for name, value in config.get("run", {}).items()},
+        "flags": {name: str(value) for name, value in flags.items()},
+        "facts": {name: str(value) for name, value in facts.items()},
         "steps_a_point": size,
         "step": [group[-1]["step"] for group in groups],
         "tokens": [group[-1]["tokens"] for group in groups],

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from files.formats import HF_NAMES, JsonFile, check_weights, hf_name, to_hf_rows, to_meta_rows
+from files.formats import HF_NAMES, check_weights, hf_name, to_hf_rows, to_meta_rows
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
+from plumbing.json_files import JsonFile
 from plumbing.processes import UserError
 from techniques.nf4 import rounded
 
@@ -182,7 +183,8 @@ def bits_of_base(directory: Path) -> int:
     """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
     say it, PEFT's files do not."""
     path = metadata_file(directory)
-    return JsonFile(path).get("flags", {}).get("base_bits", 16) if path.is_file() else 16
+    flags = JsonFile(path).get("flags") if path.is_file() else None
+    return flags.get("base_bits", 16) if isinstance(flags, dict) else 16
 
 
 @torch.no_grad()

@@ -35,11 +35,12 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file
-from files.formats import JsonFile, is_hf, is_meta, note, open_hf, open_meta
+from files.formats import is_hf, is_meta, llama_config, note, open_hf, open_meta
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
+from plumbing.json_files import JsonFile
 from plumbing.new_files import hidden_until_complete, remove
 from plumbing.processes import Progress, UserError, meet, print_rank_zero
 from text.templates import SETTINGS
@@ -118,11 +119,16 @@ def read_config(directory: Path) -> dict:
     path = metadata_file(directory)
     verify(directory, path.name, "tokenizer.", *SETTINGS)
     content = JsonFile(path)
-    try:
-        metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{directory} was saved with another model.py: {error}")
-    warn_of_other_code(directory, content["logits"] and tuple(content["logits"]))
+    default, saved = LlamaConfig(), content.checked("model", content["model"], dict)
+    # Defaults need no check, which would refuse the 0 of a field that somebody has added.
+    fields = {name: value for name, value in saved.items() if value != getattr(default, name, ...)}
+    content.checked("step", content["step"], int, above=-1)
+    content.checked("flags", content["flags"], dict)
+    content.checked("tokenizer", content["tokenizer"] or "", str)
+    logits = content.checked("logits", content["logits"] or [], list)
+    logits = [content.checked("logits", value, float, above=-(2**31)) for value in logits]
+    warn_of_other_code(directory, tuple(logits) or None)
+    metadata = content | {"model": llama_config(content, **fields), "directory": directory}
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
         metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
@@ -214,18 +220,19 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
     in_run = directory.name.startswith("step-")
     advice = f"Remove {directory} to use the checkpoint before it" if in_run else "Make it again"
     path = directory / CHECKSUMS
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if path.is_file() else b""
     *lines, last = content.splitlines(keepends=True) or [b""]
     if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
         raise UserError(f"{directory} is not complete: {CHECKSUMS} is missing or damaged. {advice}")
     shared = dist.is_initialized() and not alone
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    digests = {name: digest for digest, name in (line.decode().split() for line in lines)}
+    entries = (line.decode(errors="replace").strip().partition("  ") for line in lines)
+    digests = {name: digest for digest, _, name in entries}
     asked = [name for name in digests if name.startswith(prefixes)]
     names = [name for name in asked if "/" not in name]
     names += [name for name in asked if "/" in name][rank::size]
     for name in names:
-        if not (directory / name).exists():
+        if not (directory / name).is_file():
             raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
     for name, digest in checksums(directory, [directory / name for name in names]).items():
         if digest != digests[name]:
@@ -273,7 +280,9 @@ def read_index(directory: Path) -> Metadata:
     path = directory / ".metadata"
     with open(path, "rb") as file:
         try:
-            return _IndexUnpickler(file).load()
+            index = _IndexUnpickler(file).load()
+            _ = [entry.properties.dtype for entry in index.state_dict_metadata.values()]
+            return index
         except Exception as error:  # a damaged pickle can raise nearly anything
             raise UserError(f"{path} holds more than an index of tensors: {error}")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import KVCache, Llama, LlamaConfig
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.processes import UserError, print_rank_zero
 from text.tokenizer import Tokenizer
 
@@ -140,35 +140,21 @@ def attends_to_everything(config: LlamaConfig) -> bool:
     return all(value.grad[:, 0].any() for value in values)
 
 
-class JsonFile(dict):
-    """The JSON object in a file. Raises UserError for a damaged file and for a missing key."""
-
-    def __init__(self, path: Path):
-        super().__init__(read_json(path))
-        self.path = path
-
-    def __missing__(self, key: str):
-        raise UserError(f"{self.path} has no '{key}'")
-
-    def checked(self, name: str, value: Any, kind: type, limit: float = 2**31) -> Any:
-        """Return a value from this file, converted to `kind`: bool, int or float.
-
-        Raises UserError for another type, and for a number not above 0 and below `limit`."""
-        in_range = type(value) in (kind, int) and 0 < value < limit
-        if not (type(value) is bool if kind is bool else in_range):
-            raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
-        return kind(value)
-
-    def llama_config(self, **fields: Any) -> LlamaConfig:
-        """Return a LlamaConfig with these fields, which come from this file and are checked."""
-        default = LlamaConfig()
-        for name, value in fields.items():
-            limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-            fields[name] = self.checked(name, value, type(getattr(default, name)), limit)
-        try:
-            return LlamaConfig(**fields)
-        except ValueError as error:
-            raise UserError(f"{self.path} describes an impossible Llama: {error}")
+def llama_config(file: JsonFile, **fields: Any) -> LlamaConfig:
+    """Return a LlamaConfig with these fields, which come from a file and are checked."""
+    default = LlamaConfig()
+    for name, value in fields.items():
+        own = getattr(default, name, None)
+        kind = type(own if isinstance(own, int | float | str) else value)
+        limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
+        fields[name] = file.checked(name, value, kind, limit)
+    try:
+        config = LlamaConfig(**fields)
+        if config.dim * (config.q_dim + config.ffn_dim + config.vocab_size) >= 2**50:
+            raise ValueError("it has more than a quadrillion weights")
+        return config
+    except (TypeError, ValueError) as error:  # TypeError: there is no such field
+        raise UserError(f"{file.path} describes no Llama of this model.py: {error}")
 
 
 # ---------------------------------------------------------------------------------- Hugging Face
@@ -212,10 +198,10 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    if content["model_type"] not in published.MODELS:
+    if (kind := content.checked("model_type", content["model_type"], str)) not in published.MODELS:
         known = ", ".join(published.MODELS)
-        raise UserError(f"{path} has model_type {content['model_type']}: only {known} work here")
-    small, _ = published.MODELS[content["model_type"]]
+        raise UserError(f"{path} has model_type {kind}: only {known} work here")
+    small, _ = published.MODELS[kind]
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -229,7 +215,8 @@ def hf_config(directory: Path) -> LlamaConfig:
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
     width = content.get("head_dim")  # not in every Llama's
-    return content.llama_config(
+    return llama_config(
+        content,
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
         qk_norm=small.qk_norm,
         qkv_bias=small.qkv_bias,
@@ -253,8 +240,9 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
         if index.exists():
             note(f"{directory} has {whole}, which is read, and shards, which are not")
     elif index.exists():
-        weight_map = JsonFile(index)["weight_map"]
-        files = sorted(set(weight_map.values()))
+        content = JsonFile(index)
+        weight_map = content.checked("weight_map", content["weight_map"], dict)
+        files = sorted({*map(str, weight_map.values())})
     else:
         files = sorted(path.name for path in directory.glob("model*.safetensors"))
     if missing := [name for name in files if not (directory / name).is_file()]:
@@ -350,7 +338,8 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
                               writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
                               and 8 for others
         max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without"""
-    path, files = directory / "params.json", sorted(directory.glob("consolidated.*.pth"))
+    path = directory / "params.json"
+    files = sorted(filter(Path.is_file, directory.glob("consolidated.*.pth")))
     if not files:
         raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
     params, shards = JsonFile(path), [_load_pth(file) for file in files]
@@ -369,7 +358,8 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
     scaled, default_scaling = params.get("use_scaled_rope"), 32.0 if tied else 8.0
     params["n_kv_heads"] = params.get("n_kv_heads") or params["n_heads"]
     params.setdefault("rope_theta", 10_000.0)
-    config = params.llama_config(
+    config = llama_config(
+        params,
         **{name: params[name] for name in META_FIELDS},
         ffn_dim=shard_shapes[w1][0] * n_shards,
         vocab_size=rows * n_shards if rows_sharded else rows,

@@ -55,7 +55,7 @@ def computes(logits: tuple | list | None, config: LlamaConfig = CONFIG) -> bool:
     is far below 1e-4, and the changes that were tried are 1e-2 or more."""
     if (found := small_logits(config)) is None or logits is None:
         return found is logits
-    return all(abs(a - b) <= 1e-4 for a, b in zip(found, logits, strict=True))
+    return len(found) == len(logits) and all(abs(a - b) <= 1e-4 for a, b in zip(found, logits))
 
 
 @functools.cache

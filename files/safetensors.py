@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plumbing.json_files import parse_json
 from plumbing.processes import Progress, UserError
 
 DTYPES = {
@@ -73,10 +74,10 @@ def open_safetensors(path: Path) -> Weights:
             refuse(f"a header of {length:,} bytes in a file of {file_size:,} bytes")
         header = file.read(length)
     try:
-        entries = json.loads(header.decode())
+        entries = parse_json(header, path)
         entries.pop("__metadata__", None)  # what a program notes about the file
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
-        refuse(f"its header is not a JSON object ({type(error).__name__})")
+    except (AttributeError, TypeError, UserError) as error:
+        refuse(f"its header is not a JSON object ({error})")
 
     tensors, ranges = {}, []
     for name, entry in entries.items():

@@ -16,6 +16,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+# What a terminal would obey, or turn the text by: names in files are printed without, by translate.
+_CONTROL = *range(9), *range(10, 32), *range(127, 160), *range(8232, 8239), *range(8294, 8298)
+ESCAPED = {i: ascii(chr(i))[1:-1] for i in _CONTROL}
+IN_LINES = ESCAPED | {10: "\n"}  # for stderr; results, as the text of a model, are as they are
 _ending = threading.RLock()
 _left_to_thread = threading.Event()
 received: list[int] = []  # by signals_collected
@@ -30,7 +34,7 @@ def end(code: int, message: str, show: bool) -> None:
     _ending.acquire()  # for good: the first thread to come here ends the process
     if show:
         with contextlib.suppress(OSError):
-            os.write(2, f"error: {message}\n".encode())
+            os.write(2, f"error: {message.translate(ESCAPED)}\n".encode(errors="replace"))
     report(message)
     os._exit(code)
 

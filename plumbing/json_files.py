@@ -1,17 +1,41 @@
-"""Read JSON files that may be damaged."""
+"""Read JSON from files that may be damaged, or made by somebody who means harm."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 from plumbing.processes import UserError
 
+MAX_BYTES = 50_000_000  # of a file that is read whole; large tokenizers have 35 MB
 
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file. Raise UserError if the file holds no object."""
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """Return the value of a text. Raise UserError, which begins with `where`, if it is no JSON."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        return json.loads(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}")
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: it is not a JSON object")
-    return content
+        raise UserError(f"{where} is damaged: {error}")
+
+
+class JsonFile(dict):
+    """The JSON object in a file. Raises UserError for a damaged file and for a missing key."""
+
+    def __init__(self, path: Path):
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path} is no file of at most {MAX_BYTES / 1e6:.0f} MB")
+        content = parse_json(path.read_bytes(), path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object")
+        super().__init__(content)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise UserError(f"{self.path} has no '{key}'")
+
+    def checked(self, name: str, value: Any, kind: type, limit=2**31, above=0) -> Any:
+        """Return a value from this file, converted to `kind`. Raise UserError for another type, and
+        for a number that is not between `above` and `limit`."""
+        fits = type(value) is kind or (type(value), kind) == (int, float)
+        if not fits or (kind in (int, float) and not above < value < limit):
+            raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
+        return kind(value)

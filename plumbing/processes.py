@@ -52,11 +52,16 @@ PROGRESS_EVERY = 5  # seconds between two lines on what takes long
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
+ADVICE = dict.fromkeys(USER_FIXABLE, "free some space, or give a path that can be written")
+ADVICE |= dict.fromkeys(("EMFILE", "ENFILE"), "raise the limit (ulimit -Hn), or give fewer files")
 
 
 class UserError(Exception):
     """The user asked for something impossible. The message is one line that says what to do
-    instead; `run` prints it without a traceback and exits with code 2."""
+    instead, cut and cleaned of what names in files may hold; `run` prints it and exits with 2."""
+
+    def __init__(self, message: object):
+        super().__init__(str(message).translate(endings.ESCAPED)[:2000])
 
 
 # ---------------------------------------------------------------------------------------- start
@@ -273,7 +278,7 @@ def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and is_rank_zero():
         try:
-            print(text, flush=True, **where)
+            print(text.translate(endings.IN_LINES if "file" in where else {}), flush=True, **where)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -353,10 +358,9 @@ def run(main: Callable[[], None]) -> None:
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
-        if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE:
+        if isinstance(error, OSError) and (code := errno.errorcode.get(error.errno)) in ADVICE:
             hint = _hint(_store()) if dist.is_initialized() else ""
-            advice = "free some space, or give a path that can be written"
-            error = UserError(f"{error}: {advice}{hint}")
+            error = UserError(f"{error}: {ADVICE[code]}{hint}")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
             endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)

@@ -28,6 +28,7 @@ from data import tokens_done
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
+from plumbing.json_files import parse_json
 from plumbing.new_files import write_atomically
 from plumbing.processes import UserError, newest_checkpoint, note_step, print_rank_zero
 from text.tokenizer import Tokenizer
@@ -155,9 +156,8 @@ class Recorder(contextlib.AbstractContextManager):
         out = self.args.out
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        kept = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done)
-        write_atomically(path, "".join(kept))
+        kept = (row for row in read_metrics(path) if row["step"] <= done)
+        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
         self.file = open(path, "ab", buffering=0)
 
     def start_step(self) -> None:
@@ -165,14 +165,31 @@ class Recorder(contextlib.AbstractContextManager):
         self.step_started = time.perf_counter()
 
 
+def read_metrics(path: Path) -> list[dict]:
+    """Return the records of a metrics.jsonl. A line that is none, as a power loss may leave one, is
+    left out with a warning: it must not keep a run from being resumed."""
+    rows, left_out = [], []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        row = None
+        with contextlib.suppress(UserError):
+            row = parse_json(line, path)
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        elif line.endswith(b"\n"):  # else it is the last, of a run that writes it or was killed
+            left_out.append(number)
+    if left_out:
+        told = f"left out {len(left_out)} lines that are damaged, the first is line {left_out[0]}"
+        print_rank_zero(f"warning: {path}: {told}", file=sys.stderr)
+    return rows
+
+
 def best_loss(out: Path) -> float:
     """Return the validation loss of the checkpoint that OUT/best links to; infinity without one."""
-    best, record = out / "best", out / "metrics.jsonl"
-    if not (best.exists() and record.exists()):
-        return math.inf
-    rows = map(json.loads, record.read_text("utf-8").splitlines())
-    step = int(best.readlink().name.removeprefix("step-"))
-    return next((row["val_loss"] for row in rows if row["step"] == step), math.inf)
+    best = out / "best"
+    name = best.readlink().name if best.exists() else ""
+    rows = (row for row in read_metrics(out / "metrics.jsonl") if name == f"step-{row['step']:08d}")
+    return next((loss for row in rows if type(loss := row.get("val_loss")) is float), math.inf)
 
 
 def describe_process(world: World, work: Work) -> dict[str, str | int]:

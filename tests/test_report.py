@@ -32,14 +32,15 @@ def write_run(directory, steps: int, **changed):
     return directory
 
 
-def test_a_record_that_is_broken_or_grows_is_read(tmp_path):
+def test_a_record_that_is_broken_or_grows_is_read(tmp_path, capsys):
     refused(launch("report.py", tmp_path), "is no run of train.py")
     out = write_run(tmp_path / "run", 3)
     rows = ["no JSON", "[1]", '{"step": "x"}', '{"step": 4, "tokens": 32, "loss": NaN}', '{"step"']
     with open(out / "metrics.jsonl", "a") as file:
         file.write("\n".join(rows))
-    (out / "config.json").write_text("{")
+    (out / "config.json").unlink()
     run = read_run(out)
+    assert "left out 3 lines that are damaged, the first is line 4" in capsys.readouterr().err
     assert run["step"] == [1, 2, 3, 4]
     assert run["curves"]["loss"] == [3.0, 2.5, 2.33333, None]
     assert run["flags"] == {}

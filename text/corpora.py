@@ -10,7 +10,6 @@ of the text is held out.
 
 import contextlib
 import gzip
-import json
 import math
 import sys
 import sysconfig
@@ -21,9 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from plumbing.json_files import parse_json
 from plumbing.processes import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
+MAX_LINE = 64 << 20  # bytes; a small file of gzip's may hold a line of any length
 VAL_FRACTION = 0.05  # held out for validation
 MESSAGES = {"messages", "conversations"}  # fields with a list that is one record
 BOM = "\ufeff"  # a byte order mark, with which some programs begin a file: it is no text
@@ -197,8 +198,10 @@ def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
                 split, starts_document = "val", True
             size = PIECE_BYTES if split == "val" else int(min(PIECE_BYTES, left))
             begins = file.tell() == 0
-            if not (raw := file.read(size) + file.readline()):
+            if not (raw := file.read(size) + (rest := file.readline(MAX_LINE))):
                 return
+            if len(rest) == MAX_LINE:
+                raise UserError(f"{path} has a line of {MAX_LINE >> 20} MiB or more: divide it")
             text = _decode(raw, str(path))
             yield Piece(text.removeprefix(BOM) if begins else text, starts_document, split)
             starts_document = False
@@ -226,13 +229,16 @@ def read_records(
         raise UserError(f"{path} {problem}: give a file with lines like {expected}")
 
     def parse(raw: bytes, where: str) -> object:
-        with contextlib.suppress(ValueError, RecursionError):  # not JSON, or nested too deep
-            return json.loads(_decode(raw, where).removeprefix(BOM))
+        text = _decode(raw, where).removeprefix(BOM)
+        with contextlib.suppress(UserError):  # it is not JSON, or nested too deep
+            return parse_json(text, where)
 
     with reading.one(str(path)), open_file(path) as file:
-        found = file
+        found = iter(lambda: file.readline(MAX_LINE), b"")
         if kind_of(path) == ".json":
-            whole = file.read()
+            limit = MAX_LINE + 20 * path.stat().st_size  # gzip makes text some five times smaller
+            if len(whole := file.read(limit + 1)) > limit:
+                raise UserError(f"{path} holds more than {limit:,} bytes: give a .jsonl file")
             value = parse(whole, str(path))
             found = value if isinstance(value, list) else whole.splitlines(keepends=True)
             if isinstance(value, dict):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.processes import UserError
 from text.templates import token_names
-from text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
@@ -31,40 +31,43 @@ class PublishedTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise UserError(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
-        content = read_json(path)
+            raise OtherKind(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
             raise UserError(f"{path} is no tokenizer: {error}")
-        self.model, words = content["model"], json.dumps(content["pre_tokenizer"])
-        is_byte_level = '"ByteLevel"' in words
-        falls_back = self.model.get("byte_fallback") and '"Metaspace"' not in words
-        if self.model["type"] != "BPE" or not (is_byte_level or falls_back):
-            raise UserError(
-                f"{path} has a {self.model['type']} and pre-tokenizes by {words:.100}: only "
+        # What the package has understood, which has checked it, rather than the file once more.
+        model, first = self.inner.model, self.inner.pre_tokenizer
+        words = first.__getstate__().decode() if first else "null"
+        is_byte_level, is_bpe = '"ByteLevel"' in words, isinstance(model, tokenizers.models.BPE)
+        falls_back = is_bpe and model.byte_fallback and '"Metaspace"' not in words
+        if not is_bpe or not (is_byte_level or falls_back):
+            raise OtherKind(
+                f"{path} has a {type(model).__name__} and pre-tokenizes by {words:.100}: only "
                 f"byte-level BPE works here, and BPE that falls back to bytes, with its spaces in "
                 f"a normalizer"
             )
-        self.word_pattern = _pattern_of(content["pre_tokenizer"]) if is_byte_level else None
+        self.word_pattern = _pattern_of(json.loads(words)) if is_byte_level else None
         self.inner.no_truncation()
         self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
-        tokens = {token["content"]: token for token in content["added_tokens"]}
-        self.special = {name: token["id"] for name, token in tokens.items() if token["special"]}
-        self.pieces = {token["id"]: name.encode() for name, token in tokens.items()}
-        for token, i in self.model["vocab"].items():
-            if i not in self.pieces:
-                self.pieces[i] = _bytes_of(token, is_byte_level)
-        self.vocab_size = max(self.pieces) + 1
+        added = self.inner.get_added_tokens_decoder()
+        ids = {token.content: i for i, token in added.items()}
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        vocab = self.inner.get_vocab(with_added_tokens=False)
+        self.pieces = {i: _bytes_of(token, is_byte_level) for token, i in vocab.items()}
+        self.pieces |= {i: token.content.encode() for i, token in added.items()}
+        self.vocab_size = max(self.pieces, default=0) + 1
+        if self.vocab_size > 1 << 24:  # not every id needs a token, but its bytes are counted
+            raise UserError(f"{path} has a token of the id {self.vocab_size - 1:,}: is it damaged?")
         self.beginning = self._ids_before_a_text()
         # The token that ends a text need not be special in the file.
         end = token_names(path.parent).get("eos_token")
-        if end in tokens:
-            self.special[end] = tokens[end]["id"]
+        if end in ids:
+            self.special[end] = ids[end]
             self.inner.add_special_tokens([end])
-        self.added = {n: t["id"] for n, t in tokens.items() if n not in self.special}
-        self.spaces = {n: (t["lstrip"], t["rstrip"]) for n, t in tokens.items()}
+        self.added = {name: i for name, i in ids.items() if name not in self.special}
+        self.spaces = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
         self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
@@ -73,13 +76,21 @@ class PublishedTokenizer(Tokenizer):
         self.bos = self.beginning[0] if self.beginning else self.eos
         self.read_files(path)
 
+    def _ids_of(self, text: str, **options) -> list[int]:
+        try:
+            return self.inner.encode(text, **options).ids
+        except BaseException as error:  # as `tokenizers` ends where a file's pattern fails
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"{self.name} cannot encode a text: {error}")
+
     def _ids_before_a_text(self) -> list[int]:
         """Return the ids that the file puts before a text. It may put others after it."""
-        whole, text = (self.inner.encode("a", add_special_tokens=on).ids for on in (True, False))
-        return next(whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text)
+        whole, text = (self._ids_of("a", add_special_tokens=on) for on in (True, False))
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        ids = self.inner.encode(text, add_special_tokens=False).ids
+        ids = self._ids_of(text, add_special_tokens=False)
         return self.beginning + ids or [self.bos] if bos else ids  # a prompt is never empty
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -90,8 +101,9 @@ class PublishedTokenizer(Tokenizer):
         return hashlib.sha256(self.files["tokenizer.json"]).hexdigest()[:16]
 
     def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        merges = (m.split(" ") if isinstance(m, str) else m for m in self.model["merges"])
-        return self.model["vocab"], [tuple(pair) for pair in merges]
+        merges = JsonFile(self.file)["model"]["merges"]
+        merges = (m.split(" ") if isinstance(m, str) else m for m in merges)
+        return self.inner.get_vocab(with_added_tokens=False), [tuple(pair) for pair in merges]
 
 
 def _pattern_of(pre_tokenizer: dict) -> str | None:

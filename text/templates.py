@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.processes import UserError
 from text.corpora import check_string
 
@@ -51,16 +51,16 @@ SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".sp
 
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
     """Return the object in one of the SETTINGS; an empty one if there is no such file."""
-    return read_json(directory / name) if (directory / name).is_file() else {}
+    return JsonFile(directory / name) if (directory / name).is_file() else {}
 
 
 def token_names(directory: Path) -> dict[str, str]:
     """Return bos_token, eos_token, ... of a tokenizer_config.json, as text."""
-    names = {}
-    for name, token in read_settings(directory).items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            names[name] = text
+    names, settings = {}, read_settings(directory)
+    for name, token in settings.items():
+        if name.endswith("_token") and not name.startswith("add_") and token is not None:
+            text = token.get("content") if isinstance(token, dict) else token
+            names[name] = settings.checked(name, text, str)
     return names
 
 

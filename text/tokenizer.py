@@ -23,7 +23,7 @@ import numpy as np
 import regex  # comes with tiktoken, which needs it
 import tiktoken
 
-from plumbing.json_files import read_json
+from plumbing.json_files import JsonFile
 from plumbing.new_files import hidden_until_complete
 from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
@@ -49,6 +49,10 @@ SPECIAL = (
 RESERVED = {token for token in SPECIAL if "reserved" in token}
 N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
 LLAMA3_VOCAB_SIZE = 128_000  # without special tokens
+
+
+class OtherKind(UserError):
+    """A tokenizer of a kind that is not read here. It may be whole."""
 
 
 class Tokenizer:
@@ -215,7 +219,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         vocab = {bytes([i]): i for i in range(256)}
         return Tokenizer(name, _encoding(name, vocab, BYTES_PATTERN))
     path = find_tokenizer(Path(name)) or Path(name)
-    python_size = regex.fullmatch(r"python-(\d+)", name)
+    python_size = regex.fullmatch(r"python-(\d{1,6})", name)
     if not path.is_file() and python_size:
         path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
         if not path.exists():
@@ -226,7 +230,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
         return _read_tokenizer_json(name, path) or PublishedTokenizer(name, path)
     if path.is_file():
-        return Tokenizer(name, _encoding(name, _read_model_file(path), WORD_PATTERN), path)
+        vocab = _read_model_file(path)
+        if not _has_all_ids(vocab):
+            raise UserError(
+                f"{path} is no tokenizer: expected ids 0, 1, 2, ... of 256 tokens or more"
+            )
+        return Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
         raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
@@ -234,7 +243,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(name, tiktoken.get_encoding(name))
     except OSError as error:  # the errors of requests, which downloads, are OSErrors
         reason = type(error).__name__
-        raise UserError(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
+        raise OtherKind(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
 
 
 def find_tokenizer(directory: Path) -> Path | None:
@@ -245,7 +254,8 @@ def find_tokenizer(directory: Path) -> Path | None:
 
 
 def _has_all_ids(vocab: dict[bytes, int]) -> bool:
-    return len(vocab) >= 256 and sorted(vocab.values()) == list(range(len(vocab)))
+    has_bytes = all(bytes([byte]) in vocab for byte in range(256))  # tiktoken dies without one
+    return has_bytes and sorted(vocab.values()) == list(range(len(vocab)))
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
@@ -266,8 +276,11 @@ def _read_model_file(path: Path) -> dict[bytes, int]:
 
     tiktoken can read such files too, but does not notice when the file at a path has changed."""
     vocab: dict[bytes, int] = {}
+    content = path.read_bytes()
+    if content.startswith(b"\n"):
+        raise OtherKind(f"{path} is SentencePiece's: only a tokenizer.json beside it is read")
     try:
-        for line in path.read_bytes().splitlines():
+        for line in content.splitlines():
             token, i = line.split()
             vocab[base64.b64decode(token, validate=True)] = int(i)
     except ValueError:
@@ -321,7 +334,7 @@ def _published(tokenizer: Tokenizer) -> dict:
 def _read_tokenizer_json(name: str, path: Path) -> Tokenizer | None:
     """Return the tokenizer in a tokenizer.json if it says just what is written here: if it is
     Meta's, or one that was trained here. Only then can tiktoken read it; else return None."""
-    theirs = read_json(path)
+    theirs = dict(JsonFile(path))
     try:
         model, processor = theirs["model"], theirs["post_processor"]
         vocab = {bytes(map(BYTE_OF_CHARACTER.get, t)): i for t, i in model["vocab"].items()}

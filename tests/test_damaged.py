@@ -1,0 +1,300 @@
+"""Damaged and hostile files: each is read, or refused in one line, in bounded time and memory."""
+
+from plumbing.endings import ESCAPED
+import errno
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import tracemalloc
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import SHARED
+from test_formats import our_model, saved, saved_hf, stored
+from test_published import write
+
+import report
+from checkpoint import load_pretrained
+from data import open_token_file, open_windows, tokenize, tokenizer_of_token_files
+from files import directories, formats
+from files.adapters import gather_adapters, save_adapter
+from lora import LoRA, add_adapters
+from model import LlamaConfig
+from plumbing.processes import ADVICE, UserError
+from runs.records import best_loss
+from text import corpora
+from text.chat import encode
+from text.conversations import read_conversations
+from text.corpora import Reading, find_files, read_pieces
+from text.exams import Exam
+from text.templates import _limits
+from text.tokenizer import load_tokenizer, train_tokenizer
+
+SEED = int(os.environ.get("SEED", "0"))
+CONFIG = LlamaConfig(16, 2, 2, 1, 24, vocab_size=300)
+BYTES = load_tokenizer("bytes")
+DEEP = "[" * 100_000 + "]" * 100_000
+VALUES = [None, True, 0, -1, 0.5, 10**12, 10**400, 1e308, float("nan"), float("inf"), "", "x"]
+VALUES += [[], {}, [1], {"a": 1}, "\ud800", "\x1b[2J\nerror: ", "../../../dev/zero", [[]] * 9, DEEP]
+
+
+def read_tokens(home: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_of_token_files([str(home)]))
+    train, _ = open_windows([str(home)], tokenizer, 8)
+    train.batch([0, len(train) - 1])
+
+
+def read_tokenizer(home: Path) -> None:
+    tokenizer = load_tokenizer(str(home))
+    tokenizer.decode(tokenizer.encode("All is well, 2 + 2 = 4.", bos=True))
+    encode([dict(role="user", content="a"), dict(role="assistant", content="b")], tokenizer)
+
+
+def read_chats(home: Path) -> None:
+    for line in read_conversations(home / "chats.jsonl", Reading()):
+        encode(line.messages, BYTES, tools=line.tools)
+
+
+def read_run(home: Path) -> None:
+    report.page_of([report.read_run(home)])
+    best_loss(home)
+
+
+def read_text(name: str, home: Path) -> None:
+    list(read_pieces(find_files([home / name])))
+
+
+def with_adapter(home: Path) -> None:
+    load_pretrained(home.parent / "hf", adapter=home)
+
+
+READERS = {  # file -> what reads its directory
+    "own/config.json": load_pretrained,
+    "own/SHA256SUMS": load_pretrained,
+    "own/weights/.metadata": lambda weights: load_pretrained(weights.parent),
+    "own/weights/__0_0.distcp": lambda weights: load_pretrained(weights.parent),
+    "own/tokenizer.model": load_pretrained,
+    "hf/config.json": load_pretrained,
+    "hf/model.safetensors.index.json": load_pretrained,
+    "hf/model-00001-of-00003.safetensors": load_pretrained,
+    "hf/tokenizer.json": read_tokenizer,
+    "hf/tokenizer.model": lambda home: read_tokenizer(home / "tokenizer.model"),
+    "hf/tokenizer_config.json": read_tokenizer,
+    "meta/params.json": load_pretrained,
+    "meta/consolidated.00.pth": load_pretrained,
+    "adapter/adapter_config.json": with_adapter,
+    "adapter/adapter_model.safetensors": with_adapter,
+    "yi/tokenizer.json": read_tokenizer,
+    "yi/tokenizer_config.json": read_tokenizer,
+    "tokens/data.json": read_tokens,
+    "tokens/train_000000.bin": read_tokens,
+    "texts/text.jsonl": partial(read_text, "text.jsonl"),
+    "texts/text.json.gz": partial(read_text, "text.json.gz"),
+    "texts/text.txt.gz": partial(read_text, "text.txt.gz"),
+    "texts/chats.jsonl": read_chats,
+    "texts/exam.jsonl": lambda home: Exam(home / "exam.jsonl", BYTES, 64),
+    "run/config.json": read_run,
+    "run/metrics.jsonl": read_run,
+}
+NEVER_REFUSED = "run/metrics.jsonl"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("files")
+    for name in ("texts", "meta", "adapter", "run"):
+        (home / name).mkdir()
+    text = "".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(300))
+    (home / "text.txt").write_text(text)
+    train_tokenizer([str(home / "text.txt")], 290, home / "tokenizer.model")
+    tokenizer, model = load_tokenizer(str(home / "tokenizer.model")), our_model(CONFIG)
+    saved(home / "own", model, tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "MAX_FILE_BYTES", 20_000)
+        saved_hf(home / "hf", model, tokenizer)
+    formats.save_meta(home / "meta", CONFIG, stored(model))
+    add_adapters(model, lora := LoRA(rank=2))
+    save_adapter(home / "adapter", lora, CONFIG, gather_adapters(model), "hf")
+    write(home / "yi", "yi")
+    tokenize([home / "text.txt"], tokenizer, home / "tokens", Reading())
+    texts = [{"text": f"{i} is a number", "id": i} for i in range(9)]
+    (home / "texts/text.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    (home / "texts/text.json.gz").write_bytes(gzip.compress(json.dumps(texts).encode()))
+    (home / "texts/text.txt.gz").write_bytes(gzip.compress(text.encode()))
+    chat = [dict(role="user", content="a"), dict(role="assistant", content="b", weight=1)]
+    chat += [dict(role="user", content="c"), dict(role="assistant", content="d")]
+    lines = [dict(messages=chat[:2]), dict(prompt="a", completion="b"), dict(messages=chat)]
+    (home / "texts/chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    exam = [dict(question="a", choices=["b", "c"], answer=1), dict(question="a", answer="b")]
+    (home / "texts/exam.jsonl").write_text("\n".join(map(json.dumps, exam)))
+    rows = ({"step": i, "tokens": 8 * i, "loss": 2.0, "val_loss": 3.0} for i in range(1, 9))
+    (home / "run/metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (home / "run/config.json").write_text(json.dumps({"flags": {"lr": 1}, "run": {"ranks": 2}}))
+    (home / "run/best").symlink_to("step-00000003")
+    return home
+
+
+def damaged_json(content: bytes, rng: random.Random) -> bytes:
+    """Another value at a random place of a JSON text, or of one of its lines; or none, or two."""
+    if content[8:10] == b'{"':  # the header of safetensors
+        length = int.from_bytes(content[:8], "little")
+        header = damaged_json(content[8 : 8 + length], rng)
+        return len(header).to_bytes(8, "little") + header + content[8 + length :]
+    lines = content.splitlines() if content[-2:-1] == b"}" or b"}\n{" in content else [content]
+    i, value = rng.randrange(len(lines)), rng.choice(VALUES)
+    places = [([root := json.loads(lines[i])], 0)]
+    for inside, key in places:
+        keys = range(len(node)) if isinstance(node := inside[key], list) else node
+        keys = list(keys) if isinstance(keys, dict | range) else []
+        places += [(node, key) for key in rng.sample(keys, min(len(keys), 20))]
+    inside, key = rng.choice(places[:40])  # near the root
+    if inside is places[0][0]:
+        return b"\n".join([*lines[:i], json.dumps(value).encode(), *lines[i + 1 :]])
+    old, inside[key] = inside[key], "HERE"
+    new = value if value is DEEP else json.dumps(value)
+    if isinstance(key, str) and rng.random() < 0.3:
+        new = f"{json.dumps(old)}, {json.dumps(key)}: {new}"
+    elif rng.random() < 0.1:
+        del inside[key]
+    lines[i] = json.dumps(root).replace('"HERE"', new).encode()
+    return b"\n".join(lines)
+
+
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Cut, or with flipped bits, zeros or a doubled stretch, as disks and transfers leave files."""
+    start, end = sorted(rng.choices(range(len(content) + 1), k=2))
+    flipped = bytearray(content)
+    for _ in range(rng.choice([1, 1, 9])):
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    zeros = content[:start] + bytes(end - start) + content[end:]
+    doubled = content[:end] + content[start:]
+    return rng.choice([bytes(flipped), bytes(flipped), content[:start], zeros, doubled, b""])
+
+
+def refusal(read, home: Path) -> str:
+    """Return how a file is refused, or "". Other errors fail, as do 10 s of CPU and 1 GiB."""
+    signal.alarm(30)  # kills this process, if it waits for a fifo
+    try:
+        with _limits():
+            read(home)
+    except (UserError, OSError, RuntimeError) as error:  # `run` makes a line of some others
+        is_line = isinstance(error, UserError) or errno.errorcode.get(getattr(error, "errno", 0))
+        if is_line not in (True, *ADVICE) and "can't allocate memory" not in str(error):
+            raise
+        return str(UserError(error))
+    finally:
+        signal.alarm(0)
+    return ""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_read_or_refused(name, files, monkeypatch):
+    path, rng, said = files / name, random.Random(f"{SEED} {name}"), []
+    original, is_json = path.read_bytes(), path.suffix in (".json", ".jsonl", ".safetensors")
+    assert refusal(READERS[name], path.parent) == ""
+    for i in range(12):
+        as_json = is_json and i % 4 > 0
+        content = (damaged_json if as_json else damaged_bytes)(original, rng)
+        which = f"seed {SEED}, {name}, damage {i}: {content[:300]}"
+        try:
+            path.write_bytes(content)
+            with monkeypatch.context() as patch:
+                if name == "own/config.json" and as_json:  # by somebody who makes checksums, too
+                    patch.setattr(directories, "verify", lambda *_, **__: None)
+                said.append(refusal(READERS[name], path.parent))
+        except Exception as error:
+            raise AssertionError(which) from error
+        finally:
+            path.write_bytes(original)
+        assert said[-1].translate(ESCAPED) == said[-1] and len(said[-1]) <= 2000, which
+        if name.startswith("own/") and not as_json and content != original:
+            assert said[-1], f"not found: {which}"
+    assert any(said) != (name == NEVER_REFUSED)
+    path.unlink()
+    os.mkfifo(path)
+    refusal(READERS[name], path.parent)  # does not wait for a writer
+    path.unlink()
+    path.write_bytes(original)
+
+
+ATTACKS = {  # what found files begin with -> as which file, or by which reader they are read
+    "config": "config.json",
+    "index": "model.safetensors.index.json",
+    "st": "model.safetensors",
+    "corpus": "text.jsonl",
+    "datajson": read_tokens,
+    "tok": read_tokenizer,
+    "report_config": read_run,
+    "own_layers": load_pretrained,
+    "own_logits": load_pretrained,
+    "own_no": load_pretrained,
+}
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_attacks_that_succeeded_are_refused(kind, files, tmp_path, monkeypatch):
+    if not (found := sorted((SHARED.parent / "cases/attacks").glob(f"{kind}_*"))):
+        pytest.skip(f"needs {SHARED.parent}/cases/attacks")
+    monkeypatch.setattr(directories, "verify", lambda *_, **__: None)
+    read, name = ATTACKS[kind], ATTACKS[kind]
+    for case in found:
+        if isinstance(name, str):
+            home = shutil.copytree(files / "hf", tmp_path / case.name)
+            shutil.copyfile(case, home / name)
+            read = partial(read_text, name) if kind == "corpus" else load_pretrained
+        said = refusal(read, case if case.is_dir() else home)
+        assert case.name in said and said.translate(ESCAPED) == said, case
+
+
+def with_regex(content: dict) -> None:
+    split = dict(type="Split", pattern={"Regex": "(a+a+)+b"}, behavior="Isolated", invert=False)
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda content: content["model"]["vocab"].update(zz=4 * 10**9), "4,000,000,000"),
+        (with_regex, "cannot encode a text"),
+    ],
+)
+def test_a_tokenizer_takes_bounded_memory_and_time(change, says, files, tmp_path):
+    home = shutil.copytree(files / "yi", tmp_path / "yi")
+    change(content := json.loads((home / "tokenizer.json").read_text()))
+    (home / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=says):
+        load_tokenizer(str(home)).encode("a" * 40)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])
+def test_a_small_file_may_hold_gigabytes(name, tmp_path, monkeypatch):
+    """By gzip, and is not read whole: here, megabytes."""
+    monkeypatch.setattr(corpora, "MAX_LINE", 1 << 16)
+    (tmp_path / name).write_bytes(gzip.compress(b"[" * (30 << 20)))
+    tracemalloc.start()
+    with pytest.raises(UserError, match=name):
+        list(read_pieces([tmp_path / name]))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def test_a_corpus_may_have_more_files_than_are_allowed_at_first(files):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60 + len(os.listdir("/proc/self/fd")), hard))
+    try:
+        opened = [open_token_file(files / "tokens/train_000000.bin") for _ in range(200)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(opened) == 200
+
+
+def test_an_error_is_one_line_whatever_it_names():
+    assert str(UserError("a\x1b[2J\nb" + "c" * 9999)).startswith(r"a\x1b[2J\nbcc")
+    assert len(str(UserError("c" * 9999))) == 2000
+    with pytest.raises(UserError, match="no tokenizer 'python-999999999999'"):
+        load_tokenizer("python-999999999999")
