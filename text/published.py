@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.json_files import JsonFile
+from plumbing.json_files import JsonFile, parse_json
 from plumbing.processes import UserError
 from text.templates import token_names
 from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
@@ -101,8 +101,8 @@ class PublishedTokenizer(Tokenizer):
         return hashlib.sha256(self.files["tokenizer.json"]).hexdigest()[:16]
 
     def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        merges = JsonFile(self.file)["model"]["merges"]
-        merges = (m.split(" ") if isinstance(m, str) else m for m in merges)
+        content = parse_json(self.files["tokenizer.json"], self.name)
+        merges = (m.split(" ") if isinstance(m, str) else m for m in content["model"]["merges"])
         return self.inner.get_vocab(with_added_tokens=False), [tuple(pair) for pair in merges]
 
 
