@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.json_files import JsonFile, parse_json
+from plumbing.json_files import parse_json
 from plumbing.processes import UserError
 from text.templates import token_names
 from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
