@@ -56,14 +56,19 @@ CAUSES_OF_PHASES = {
     "their number; a microbatch that counts twice or not at all",
     "update": "an optimizer that takes a shard for the whole matrix; updates that are not gathered",
 }
+SHARED = "blocks that share a module or a parameter train with --dp ddp alone"
 CAUSES_OF_ERRORS = {  # by a part of what torch says
     "mixed torch.Tensor and DTensor": "what COLUMNS returns are this rank's features, and x in a "
     "block is a DTensor, of all ranks: for outputs that every rank needs, as a router's, PLAN says "
     "NORM or ROWS, and a module of OfHeads() returns its `weight`, to be multiplied outside",
+    "only support nn.Linear": "COLUMNS and ROWS are for nn.Linear: NORM is for other layers",
+    "shared": SHARED,
+    "overlapping meshes": SHARED,
+    "already been applied": SHARED,
     "writes_to_stream": "name there the layers of that module whose output is added to x, () for "
     "none; in place of nn.Sequential write a module",
 }
-MODEL_ERRORS = TypeError, AttributeError, ValueError, RuntimeError, LookupError
+NOT_OF_THE_MODEL = UserError, DistError, torch.OutOfMemoryError
 
 
 def take_step(
@@ -131,13 +136,16 @@ def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def is_random(model: Llama, batch: Batch) -> bool:
-    """Return whether a model has another loss each time, as in training with dropout. Then it is
-    compared as in evaluation: what stands under `if self.training` is not."""
-    losses = set()
-    for seed in (0, 1):
-        torch.manual_seed(seed)
+    """Return whether a model draws random numbers, as in training with dropout, or has another loss
+    each time. Then it is compared as in evaluation: what stands under `if self.training` is not."""
+    losses, state = set(), random_state(batch.tokens.device)
+    for _ in range(2):
         losses.add(model(*batch.inputs).item())
-    return len(losses) > 1
+    return len(losses) > 1 or not torch.equal(state, random_state(batch.tokens.device))
+
+
+def random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def compare_steps(
@@ -194,31 +202,36 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
     try:
         check_gradients(small_config(config, 2), world.device)
+        check_gradients(small_config(config, config.n_layers), world.device, one_by_one=False)
         if cp > 1:
             check_attend(small_config(config))
-    except MODEL_ERRORS as error:
+    except Exception as error:
+        if isinstance(error, NOT_OF_THE_MODEL):
+            raise
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
-    n_layers, rows, length = 4, 1, 769  # several chunks of the loss, and longer than a short window
-    if pp > 1:
-        n_layers = config.n_layers  # so that stages begin where those of the run do
+    rows, layers = 1, min(config.n_layers, 4)
+    cases = [(layers, 769, False)]  # several chunks of the loss, and longer than a short window
+    if pp > 1:  # stages begin where those of the run do, and many microbatches would take seconds
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
-        length = length if cp > 1 else 8  # a pipeline of many microbatches would take seconds
-    world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
-    cases = [(length, False)]
+        layers = config.n_layers
+        cases = [(layers, 8, False)]
+    elif layers < config.n_layers:  # others may differ from the first
+        cases.append((config.n_layers, 8, False))
     if cp > 1:  # other code masks documents there, and a rank sees a part of the run's length
-        cases.append((min(seq_len, 2048), True))
+        cases += [(layers, min(seq_len, 2048), False), (layers, 769, True)]
+    world, multiple = replace(world, parallel=parallel), 2 * cp * tp  # which ranks share evenly
     one_by_one = partial(accumulate, microbatch=1)
-    multiple = 2 * cp * tp  # which these ranks share evenly
-    for length, packed in cases:
+    for n_layers, length, packed in cases:
+        small = small_config(config, n_layers, tp)
         T = math.ceil(length / multiple) * multiple
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
         try:
             first = compare_steps(small, with_fixed_weights, batch, own, world, one_by_one)
-        except MODEL_ERRORS as error:
-            if isinstance(error, torch.OutOfMemoryError | DistError) or "gloo" in str(error):
-                raise  # not because of the model
+        except Exception as error:
+            if isinstance(error, NOT_OF_THE_MODEL) or "gloo" in str(error):
+                raise
             first = f"an error ({describe(error)}); usual causes: {causes('', parallel)}"
         if first:
             raise UserError(f"training does not compute what the changed model.py does, {first}")
@@ -237,7 +250,7 @@ def describe(error: Exception) -> str:
     return ": ".join([f"{type(error).__name__}{where}", said, *usual])
 
 
-def check_gradients(config: LlamaConfig, device: torch.device) -> None:
+def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool = True) -> None:
     """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
     forward of an autograd.Function was changed and its backward was not; or if the loss is random
     in evaluation, or no sum over rows and over the targets that are not IGNORE."""
@@ -262,23 +275,33 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
                 f"target, and rows do not depend on each other"
             )
     loss.backward()
-    # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints would
-    # recompute with another. Backward runs from the last parameter to the first: the first wrong
-    # gradient names the fault.
-    for name, parameter in reversed(dict(model.named_parameters()).items()):
-        before, losses = parameter.detach().clone(), []
-        step = torch.ones_like(before).cumsum(0).sin() * 1e-6  # in a direction of no symmetry
-        for moved in (before + step, before - step):
-            parameter.data.copy_(moved)
+    # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
+    trained = {n: p for n, p in reversed([*model.named_parameters()]) if p.requires_grad}
+    for name, parameter in trained.items():
+        if parameter.grad is None:
+            raise UserError(
+                f"{name} of model.py got no gradient: use it in every microbatch without .detach() "
+                f"and no_grad, or remove it"
+            )
+    groups = {name: [p] for name, p in trained.items()}
+    if not one_by_one:
+        groups = {"some parameter in another layer": [*trained.values()]}
+    for name, parameters in groups.items():
+        # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints
+        # would recompute with another.
+        steps = [torch.ones_like(p).cumsum(0).sin() * 1e-6 for p in parameters]  # of no symmetry
+        losses = []
+        for factor in (1, -2):  # a step forward, and one back from where it was
+            for parameter, step in zip(parameters, steps):
+                parameter.data.add_(step, alpha=factor)
             losses.append(model(tokens, targets).detach())
-        parameter.data.copy_(before)
-        gradient = torch.zeros_like(step) if parameter.grad is None else parameter.grad
-        expected = 2 * (gradient * step).sum()
+        for parameter, step in zip(parameters, steps):
+            parameter.data.add_(step)
+        expected = 2 * sum((p.grad * step).sum() for p, step in zip(parameters, steps))
         if not (losses[0] - losses[1] - expected).abs() <= 1e-5 * expected.abs() + 1e-10:
             raise UserError(
                 f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
-                f"take .detach() or no_grad out of its way to the loss; an autograd.Function needs "
-                f"a backward of the same function, and plain PyTorch none"
+                f"leave out .detach(); an autograd.Function needs a backward of the same function"
             )
 
 
@@ -299,10 +322,10 @@ def check_attend(config: LlamaConfig) -> None:
 
 
 def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
-    """Return `config` with small sizes, which tp divides, and 3, 5 or 7 where they divide the large
-    ones, as groups of features may need; but with its own head_dim: on that depends which kernel
-    computes attention."""
-    dim, ffn_dim = (math.gcd(size, 3 * 5 * 7) for size in (config.dim, config.ffn_dim))
+    """Return `config` with small sizes, which tp divides, and 3, 5, 7 or 9 where they divide the
+    large ones, as groups of features may need; but with its own head_dim: on that depends which
+    kernel computes attention."""
+    dim, ffn_dim = (math.gcd(size, 9 * 5 * 7) for size in (config.dim, config.ffn_dim))
     sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp * ffn_dim)
     return replace(config, n_layers=n_layers, vocab_size=5 * tp, **sizes)
 

@@ -191,7 +191,7 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
         {"self.wq(x)": "self.wq(F.rms_norm(x, x.shape[-1:]))"}, dict(tp=2, async_tp=True),
         "leave out --async-tp"),
     "detached": ({"self.w1(x)": "self.w1(x).detach()"}, {},
-                 "the gradient of layers.1.feed_forward.w1.weight is not the slope of"),
+                 "layers.1.feed_forward.w1.weight of model.py got no gradient"),
     "a mean": ({SUM: SUM.replace(".sum()", ".mean()")}, {},
                "beside a row without targets the loss is  ... it must be a sum over targets"),
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},

@@ -24,6 +24,8 @@ LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
 SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 FORWARD_LOSS = "return self.loss(hidden, weight, targets, self.vocabulary)"
 
+MADE = "        self.feed_forward = FeedForward(config)\n"
+LATE = {MADE: f"{MADE}        self.late = layer == 5\n"}  # of six blocks
 RIGHT = {  # equal under every split
     "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},
     "squared ReLU": {SWIGLU: "return F.relu(gate).square() * up"},
@@ -70,12 +72,19 @@ PARTLY = {  # equal under some splits, and refused under the named ones
     "the token after next": (
         {FORWARD_LOSS: f"{FORWARD_LOSS} + self.loss(hidden[:, :-1], weight, targets[:, 1:], "
          "self.vocabulary)"}, "cp"),
+    "tokens shifted in a late layer": (
+        {FFN: "x = x + self.late * F.pad(x, (0, 0, 1, -1))\n        " + FFN, **LATE}, "cp"),
+    "a mean over heads in a late layer": (
+        {Q: f"{Q}\n        if self.layer == 5:\n            q = q - q.mean(2, keepdim=True)"}, "tp"),
     "a condition on the rank": (
         {FFN: "import os\n        x = 2 * x if os.environ.get('RANK') == '1' else x\n"
          f"        {FFN}"}, "ddp fsdp tp pp cp"),
 }  # fmt: skip
 WRONG = {  # on one process, too
     "detached": {FEATURES: "swiglu(self.w1(x).detach(), self.w3(x))"},
+    "detached in a late layer": {
+        FFN: "if self.late:\n            x = x.detach()\n        " + FFN, **LATE},
+    "a layer is not called": {FEATURES: "F.silu(self.w1(x))"},
     "without gradients": {ATTENTION: f"with torch.no_grad():\n            {ATTENTION}"},
     "rounded": {FEATURES: f"{FEATURES}.bfloat16().to(x)"},
     "a mean of losses": {SUM: SUM.replace(".sum()", ".mean()")},
@@ -92,7 +101,7 @@ def trains(changed: tuple, corpus, out, splits: dict) -> dict[str, list[dict] | 
     """Return what each split records, or the line that refuses it."""
     results = {}
     for split, given in splits.items():
-        arguments = flags(corpus, out / split, steps=3, n_layers=4, **given)
+        arguments = flags(corpus, out / split, steps=3, n_layers=6, **given)
         result = launch(*changed, "train.py", *arguments, nproc=2 * bool(given))
         assert set(result.codes) in ({0}, {2}) and "Traceback" not in result.err, result.err
         refusal = error_lines(result)
