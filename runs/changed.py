@@ -38,14 +38,15 @@ def check_documents(config: LlamaConfig, world: World) -> None:
 @torch.no_grad()
 def notes(whole: Llama, parallel: ParallelConfig) -> str:
     """Return a line for each thing that training would not show: a validation loss that is not the
-    cross entropy of the logits, generation with other logits than training, a layer that adapters
-    or 8 bits replace and model.py never calls."""
-    model = with_fixed_weights(Llama(small := equal.small_config(whole.config, 4)).double())
-    lines, called, cache, tokens = [], set(), KVCache(), equal.small_batch(2, 6, small).tokens
+    cross entropy of the logits, generation with other logits than training, documents that depend
+    on each other, a layer that adapters or 8 bits replace and model.py never calls."""
+    small = equal.small_config(whole.config, whole.config.n_layers)
+    model, lines, called, cache = with_fixed_weights(Llama(small).double()), [], set(), KVCache()
+    tokens = equal.small_batch(2, T := 150, small).tokens  # longer than a short window
     layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-    logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
+    logits, positions = model(tokens), torch.arange(T).repeat(2, 1)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     in_validation = model(tokens, targets=tokens)
     if not equal.relative_difference(in_validation, loss) <= equal.TOLERANCE:
@@ -56,7 +57,7 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
             f"logits_of, one of the loss in loss_of, or under `if self.training`"
         )
     try:
-        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+        for part in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
             last = model(tokens[:, part], positions=positions[:, part], cache=cache)
         is_equal = equal.relative_difference(last[:, 0], logits[:, -1]) <= equal.TOLERANCE
         problem = "" if is_equal else "computes other logits than training"
@@ -66,6 +67,13 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
         lines.append(
             f"note: generation {problem}: only attention has a cache, and another layer that mixes "
             f"tokens needs one of its own"
+        )
+    alone = model(tokens[:, 50:], positions=positions[:, :-50])
+    in_a_row = model(tokens, positions=torch.cat([positions[:, :50], positions[:, :-50]], 1))
+    if not equal.relative_difference(in_a_row[:, 50:], alone) <= equal.TOLERANCE:
+        lines.append(
+            "note: with --document-mask and in fine-tuning, a document depends on the one before "
+            "it: only attend, which is given a mask, stays within documents"
         )
     is_replaced = any(technique.is_used(parallel) for technique in BEFORE_TP)
     is_replaced |= any(not p.requires_grad for p in whole.parameters())  # by adapters

@@ -282,6 +282,8 @@ def test_the_three_worked_changes_are_exact(corpus, tmp_path):
 
 WQ = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
 SHIFTED = "x = x + F.pad(x, (0, 0, 1, -1)) + self.attention(self.attention_norm(x)"
+SEEN = "    return (same & causal)[:, None]"
+WINDOW = {SEEN: f"    same &= causal ^ causal.tril(S - queries - 64)\n{SEEN}"}
 NO_CACHE = {"x = x + self.attention(self.attention_norm(x)": SHIFTED}
 CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
 
@@ -290,18 +292,25 @@ CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
     "edits, float8, note",
     [
         ({}, "tensorwise", ""),
-        (NO_CACHE, "none", "generation computes other logits than training"),
+        (
+            NO_CACHE,
+            "none",
+            "generation computes ... with --document-mask and in fine-tuning, a doc",
+        ),
+        (WINDOW, "none", "generation computes other logits than training"),
         (CAPPED, "none", "in validation the loss is "),
         (WQ, "tensorwise", "adapters and 8 bits have no effect in attention.wq"),
         slow(WQ, "none", ""),
     ],
-    ids=["no change", "no cache", "capped", "no call", "no call, no 8 bits"],
+    ids=["no change", "no cache", "a window", "capped", "no call", "no call, no 8 bits"],
 )
 def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=edits)
     given = flags(corpus, tmp_path / "run", steps=1, float8=float8, dim=32, ffn_dim=64)
     notes = re.findall("note: (.*)", succeed(*changed, "train.py", *given).out)
-    assert len(notes) == bool(note) and all(text.startswith(note) for text in notes), notes
+    expected = note.split(" ... ") if note else []
+    assert len(notes) == len(expected), notes
+    assert all(text.startswith(start) for text, start in zip(notes, expected)), notes
 
 
 def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
