@@ -9,9 +9,11 @@ that loads its shard of a 70B model holds one full matrix at a time beside its s
 """
 
 import functools
+import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,16 +48,57 @@ HF_NAMES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
+# Of models with experts, by model_type: a module, and in it each expert's w1, w2 and w3.
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w2", "w3"),
+    "qwen3_moe": ("mlp", "gate_proj", "down_proj", "up_proj"),
+}
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
     """Return Hugging Face's name of a weight or a bias.
 
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
     match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(weight|bias)", name)
-    if not match or match[2] not in HF_NAMES:
+    if not match or match[2] not in names:
         raise UserError(f"a published Llama has no parameter like {name} of model.py")
-    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.{match[3]}"
+    return f"{'model.' if match[1] else ''}{match[1]}{names[match[2]]}.{match[3]}"
+
+
+def hf_names(name: str, config: LlamaConfig) -> list[str]:
+    """Return Hugging Face's name of a parameter; of the stacked weights of experts, one each."""
+    names = dict(HF_NAMES)
+    if config.n_experts:
+        module, *matrices = EXPERT_NAMES[published.model_type(config)]
+        names["feed_forward.router"] = f"{module}.gate"
+        for ours, theirs in zip(("w1", "w2", "w3"), matrices):
+            names[f"feed_forward.experts.{ours}"] = f"{module}.experts.{{}}.{theirs}"
+    found = hf_name(name, names)
+    return [found.format(i) for i in range(config.n_experts)] if "{}" in found else [found]
+
+
+def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
+    """Return a parameter as Hugging Face stores it, by its names there."""
+    first, *others = names = hf_names(name, config)
+    if not others:
+        return {first: weight.map(partial(to_hf_rows, name, config))}
+
+    def one(i: int) -> StoredTensor:
+        return replace(weight, shape=weight.shape[1:], read=lambda: _last_read(weight)[i].clone())
+
+    return {part: one(i) for i, part in enumerate(names)}
+
+
+@functools.lru_cache(1)  # once for all experts, which are written one after the other
+def _last_read(weight: StoredTensor) -> Tensor:
+    return weight.read()
+
+
+def from_hf_parts(name: str, config: LlamaConfig, shape: tuple, found: Weights) -> StoredTensor:
+    first, *others = parts = [found[part] for part in hf_names(name, config)]
+    if not others:
+        return first.map(partial(to_meta_rows, name, config))
+    return StoredTensor(first.dtype, shape, lambda: torch.stack([part.read() for part in parts]))
 
 
 def reorder_rows(
@@ -111,7 +154,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
     """Raise UserError if model.py no longer is a published Llama or Qwen: if it has other weights
     or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
     for name in weights:
-        hf_name(name)
+        hf_names(name, config)
     rows = weights["tok_embeddings.weight"].shape[0]
     if rows != config.vocab_size:
         raise UserError(
@@ -187,11 +230,21 @@ HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same va
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
+FIELDS_OF = {  # and by model_type
+    "mixtral": dict(n_experts="num_local_experts", top_k="num_experts_per_tok"),
+    "qwen3_moe": dict(n_experts="num_experts", top_k="num_experts_per_tok")
+    | dict(ffn_dim="moe_intermediate_size"),
+}
 # The only values of a config.json that this project supports, in general and for scaled RoPE.
 SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
 SUPPORTED_SCALING = dict(
     rope_type="llama3", low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
 )
+# And by model_type: all blocks have experts, whose K weights add up to 1.
+SUPPORTED_OF = {
+    "mixtral": dict(sliding_window=None),
+    "qwen3_moe": dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+}
 
 
 def is_hf(directory: Path) -> bool:
@@ -212,30 +265,36 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    if content["model_type"] not in published.MODELS:
+    if (kind := content["model_type"]) not in published.MODELS:
         known = ", ".join(published.MODELS)
-        raise UserError(f"{path} has model_type {content['model_type']}: only {known} work here")
-    small, _ = published.MODELS[content["model_type"]]
+        raise UserError(f"{path} has model_type {kind}: only {known} work here")
+    small, _ = published.MODELS[kind]
+    fields = HF_FIELDS | FIELDS_OF.get(kind, {})
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    supported |= SUPPORTED_OF.get(kind, {})
     defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
+    defaults |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     defaults["num_key_value_heads"] = content.get("num_attention_heads")
+    if "num_local_experts" in content:  # as transformers 5 writes Qwen's num_experts
+        defaults["num_experts"] = content["num_local_experts"]
     content.update(defaults | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
     width = content.get("head_dim")  # not in every Llama's
-    return content.llama_config(
+    config = content.llama_config(
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
         qk_norm=small.qk_norm,
         qkv_bias=small.qkv_bias,
         **({} if width is None else {"head_dim": width}),
-        **{name: content[key] for name, key in HF_FIELDS.items()},
+        **{name: content[key] for name, key in fields.items()},
     )
+    return replace(config, balance=small.balance)
 
 
 @functools.cache
@@ -273,10 +332,13 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
         if embedding and not torch.equal(output.read(), embedding.read()):
             raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
 
-    shapes = parameter_shapes(config)
-    check_weights(found, {hf_name(name): shape for name, shape in shapes.items()}, directory)
+    shapes, expected = parameter_shapes(config), {}
+    for name, shape in shapes.items():
+        names = hf_names(name, config)
+        expected |= dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
+    check_weights(found, expected, directory)
     return config, {
-        name: found[hf_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
+        name: from_hf_parts(name, config, shape, found) for name, shape in shapes.items()
     }
 
 
@@ -288,11 +350,12 @@ def save_hf(
     transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
     always written: if it were left out, transformers would stop at token 2."""
     files, file_bytes = [{}], 0
-    for name, weight in weights.items():
+    parts = (to_hf_parts(name, config, weight).items() for name, weight in weights.items())
+    for name, weight in itertools.chain.from_iterable(parts):
         if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
             files.append({})
             file_bytes = 0
-        files[-1][hf_name(name)] = weight.map(partial(to_hf_rows, name, config))
+        files[-1][name] = weight
         file_bytes += weight.nbytes
     file_names = ["model.safetensors"]
     if len(files) > 1:
@@ -311,10 +374,12 @@ def save_hf(
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
     kind = published.model_type(config)
+    fields = HF_FIELDS | FIELDS_OF.get(kind, {})
     content = SUPPORTED | {
         "model_type": kind,
-        "architectures": [f"{kind.title()}ForCausalLM"],
-        **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        **{key: getattr(config, name) for name, key in fields.items()},
+        **SUPPORTED_OF.get(kind, {}),
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
@@ -417,7 +482,9 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
     of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
     if published.model_type(config) != "llama" or config.q_dim != config.dim:
-        raise UserError("Meta's format has no qkv_bias, qk_norm and head_dim: export to another")
+        raise UserError(
+            "Meta's format has no qkv_bias, qk_norm, head_dim and experts: export to another"
+        )
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

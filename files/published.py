@@ -29,15 +29,30 @@ MODELS = {
         replace(CONFIG, head_dim=12, qk_norm=True),
         (0.375690, 1.428518, 0.098595, 1.908493),
     ),
+    "mixtral": (
+        replace(CONFIG, n_experts=4, balance="none"),
+        (0.275464, -1.846293, 3.516261, -0.608938),
+    ),
+    "qwen3_moe": (
+        replace(CONFIG, head_dim=12, qk_norm=True, n_experts=8, top_k=3, balance="none"),
+        (1.943468, -0.576003, 0.918020, 0.937743),
+    ),
 }
 
 
 def model_type(config: LlamaConfig) -> str:
     """Return the model_type of the published models that have such blocks, in any size."""
     for name, (small, _) in MODELS.items():
-        if (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm):
+        same_attention = (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm)
+        if same_attention and bool(small.n_experts) == bool(config.n_experts):
+            if config.n_experts and config.balance != small.balance:
+                raise UserError(
+                    "no published model has the bias that balances experts: other programs can "
+                    "load what was trained with --balance none"
+                )
             return name
-    raise UserError("no published model has qkv_bias and qk_norm: other programs cannot load it")
+    other = "experts" if config.n_experts else "qk_norm"
+    raise UserError(f"no published model has qkv_bias and {other}: other programs cannot load it")
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from plumbing.parser import (
 from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
-MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "n_experts", "top_k")
+MODEL_FLAGS = (*MODEL_SIZES, "balance")  # fields of LlamaConfig that replace the preset's
 
 # fmt: off
 
@@ -41,6 +42,8 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     for name in MODEL_SIZES:
         add(f"--{name.replace('_', '-')}", type=positive_int,
             help=f"{name} of the model, in place of the preset's")
+    add("--balance", choices=["bias", "none"],
+        help="what evens out how many tokens use each expert (default: the preset's)")
     add("--init", type=Path, metavar="DIR",
         help="initial weights: a checkpoint, or Meta's or Hugging Face's files (default: random)")
 
