@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_formats import our_model
 
-from model import PRESETS, LlamaConfig, swiglu
-from perf.instruments import build_on_meta
-from techniques.experts import EXCESS_SCALE, MixtureOfExperts, grouped_product
+from model import LlamaConfig, swiglu
+from techniques.experts import EXCESS_SCALE, MixtureOfExperts
 
 SMALL = LlamaConfig(16, 2, 2, 2, 24, 31, n_experts=8)
 
