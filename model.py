@@ -84,8 +84,8 @@ class LlamaConfig:
         return self.n_kv_heads * self.head_dim
 
     @property
-    def used_ffn_dim(self) -> int:
-        return self.ffn_dim * (self.top_k if self.n_experts else 1)  # the width that a token uses
+    def ffn_uses(self) -> int:
+        return self.top_k if self.n_experts else 1  # feed-forwards that a token uses
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:

@@ -35,7 +35,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ from techniques import (
     chunked_loss,
     context_parallel,
     diloco,
+    expert_parallel,
     float8,
     offload,
     optimizers,
@@ -87,6 +88,8 @@ class World(Process):
     mesh: DeviceMesh
     cp_mesh: DeviceMesh | None = None  # the ranks that share its sequences; None without --cp
     stage_group: dist.ProcessGroup | None = None  # the ranks with its layers; None without --pp
+    expert_mesh: DeviceMesh | None = None  # the same ranks, as --ep divides experts over them
+    own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # beside the mesh's
 
     @property
     def data_size(self) -> int:
@@ -127,15 +130,22 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
-    cp_mesh = stage_group = None
+    cp_mesh = stage_group = expert_mesh = None
+    own_groups = {}
     if parallel.cp > 1:  # new groups, even where replicate or shard has the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()  # tp moves behind pp
         group, _ = dist.new_subgroups_by_enumeration(ranks)
-        cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
+        cp_mesh, own_groups["cp"] = (
+            DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",)),
+            group,
+        )
     if parallel.pp > 1:
         stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
+    if parallel.ep > 1:
+        expert_mesh, groups = expert_parallel.make_mesh(parallel, kind)
+        own_groups |= groups
     place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
-    return World(**vars(process) | place)
+    return World(**vars(process) | place, expert_mesh=expert_mesh, own_groups=own_groups)
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
@@ -144,6 +154,7 @@ BEFORE_TP = [
     float8.TECHNIQUE,  # matrix products in 8 bits
 ]
 AFTER_TP = [
+    expert_parallel.TECHNIQUE,  # shards experts over ranks with different tokens
     async_tp.TECHNIQUE,  # stops the compiler from delaying messages; see tensor_parallel
     chunked_loss.TECHNIQUE,  # computes the loss for some tokens at a time
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
@@ -152,7 +163,7 @@ AFTER_TP = [
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 # Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
 # the same functions `refuses` and `suggests`.
-DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
+DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel, pipeline, zero1
 
 
 def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
@@ -303,8 +314,12 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if parallel.reshard == "adapters":
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+    reshards = dict(reshard_after_forward=parallel.reshard != "none")
     for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=parallel.reshard != "none", **options)
+        if parallel.ep > 1:  # a unit of its own, over the ranks that hold the same experts
+            own_mesh = {"mesh": expert_parallel.data_mesh(world)}
+            fully_shard(block.feed_forward.experts, **options | reshards | own_mesh)
+        fully_shard(block, **options, **reshards)
     # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     return model
@@ -372,7 +387,7 @@ PLAN = {
     "layers.*.attention.k_norm": HEAD_NORM,
     "layers.*.attention.wo": ROWS,
     "layers.*.ffn_norm": NORM,
-    "layers.*.feed_forward": GatherTokens(),
+    **expert_parallel.PLAN,  # of layers.*.feed_forward and, where it has experts, of its layers
     "layers.*.feed_forward.w1": COLUMNS,
     "layers.*.feed_forward.w3": COLUMNS,
     "layers.*.feed_forward.w2": ROWS,

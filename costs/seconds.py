@@ -210,8 +210,5 @@ def collective_time(
 
 def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
-    tp, replica = parallel.tp, parallel.tp * parallel.shard
-    # How far apart the ranks of a group are, as ranks are in row-major order of the mesh.
-    strides = {"shard": tp, "cp": tp, "replicate": replica, "pp": parallel.group_size("stage")}
-    n, stride = parallel.group_size(dim), strides.get(dim, 1)
+    n, stride = parallel.group_size(dim), parallel.stride(dim)
     return n, max(1, math.gcd(n * stride, per_node) // stride)

@@ -49,6 +49,9 @@ class Router(nn.Linear):
         self.top_k = config.top_k
         self.own = as_it_is
 
+    def sharded_dims(self, dim):
+        return {name: None for name, _ in self.named_parameters()}  # --tp replicates all
+
     def forward(self, x):
         """x [N, D] -> experts [N, K] of each token, weights [N, K], tokens of each expert [X]"""
         weight, bias = self.own(self.weight), self.own(self.bias)
