@@ -186,8 +186,9 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
-# Ranks along the first are farthest apart. cp and ep are no dimensions of the mesh: groups alone.
+# Ranks along the first are farthest apart.
 DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
+OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along some
 # What is said of a dimension holds also for another, along which FSDP shards the experts.
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}

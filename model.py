@@ -70,6 +70,8 @@ class LlamaConfig:
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
                 f"choose n_kv_heads that divides {self.n_heads}"
             )
+        if self.balance not in ("bias", "none"):
+            raise ValueError(f"balance {self.balance}: choose bias or none")
         if self.n_experts and not 2 <= self.top_k <= self.n_experts:  # a softmax of one score is 1,
             raise ValueError(  # so that no router would learn
                 f"top_k {self.top_k} of n_experts {self.n_experts}: choose 2 to n_experts as top_k"

@@ -302,8 +302,9 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     nodes have a slow link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     replicate_dims = ("replicate",) if parallel.replicas > 1 else ()
+    dims = (*replicate_dims, "shard")
     options = dict(
-        mesh=world.mesh[(*replicate_dims, "shard")],
+        mesh=world.mesh[dims],
         mp_policy=MixedPrecisionPolicy(
             param_dtype=parallel.dtype,
             reduce_dtype=torch.promote_types(parallel.dtype, torch.float32),
@@ -317,8 +318,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     reshards = dict(reshard_after_forward=parallel.reshard != "none")
     for block in model.layers.values():
         if parallel.ep > 1:  # a unit of its own, over the ranks that hold the same experts
-            own_mesh = {"mesh": expert_parallel.data_mesh(world)}
-            fully_shard(block.feed_forward.experts, **options | reshards | own_mesh)
+            own_mesh = world.expert_mesh[tuple(f"expert_{dim}" for dim in dims)]
+            fully_shard(block.feed_forward.experts, **options | reshards | {"mesh": own_mesh})
         fully_shard(block, **options, **reshards)
     # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -387,10 +388,11 @@ PLAN = {
     "layers.*.attention.k_norm": HEAD_NORM,
     "layers.*.attention.wo": ROWS,
     "layers.*.ffn_norm": NORM,
-    **expert_parallel.PLAN,  # of layers.*.feed_forward and, where it has experts, of its layers
+    "layers.*.feed_forward": GatherTokens(),
     "layers.*.feed_forward.w1": COLUMNS,
     "layers.*.feed_forward.w3": COLUMNS,
     "layers.*.feed_forward.w2": ROWS,
+    **expert_parallel.PLAN,  # of a feed-forward with experts
     "norm": NORM,
     "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
 }

@@ -1,13 +1,14 @@
 """Command-line flags: the groups that scripts share."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from config import FLAGS, add_parallel_flags
 from data import add_reading_flags
 from lora import TARGETS
-from model import PRESETS
+from model import PRESETS, LlamaConfig
 from plumbing.parser import (
     Parser,
     duration,
@@ -20,8 +21,14 @@ from plumbing.parser import (
 from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
-MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "n_experts", "top_k")
-MODEL_FLAGS = (*MODEL_SIZES, "balance")  # fields of LlamaConfig that replace the preset's
+# Fields of LlamaConfig with flags that replace the preset's value: integers and strings, but for
+# those that follow from the tokenizer or from other fields.
+NO_FLAGS = "vocab_size", "max_seq_len", "head_dim"
+MODEL_FLAGS = {
+    f.name: type(f.default)
+    for f in fields(LlamaConfig)
+    if type(f.default) in (int, str) and f.name not in NO_FLAGS
+}
 
 # fmt: off
 
@@ -39,11 +46,9 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of train.py: model, data, and everything that all training scripts share."""
     add = parser.add_argument_group("model").add_argument
     add("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
-    for name in MODEL_SIZES:
-        add(f"--{name.replace('_', '-')}", type=positive_int,
+    for name, kind in MODEL_FLAGS.items():
+        add(f"--{name.replace('_', '-')}", type=positive_int if kind is int else kind,
             help=f"{name} of the model, in place of the preset's")
-    add("--balance", choices=["bias", "none"],
-        help="what evens out how many tokens use each expert (default: the preset's)")
     add("--init", type=Path, metavar="DIR",
         help="initial weights: a checkpoint, or Meta's or Hugging Face's files (default: random)")
 

@@ -148,7 +148,9 @@ def choose_work(
         return process.broadcast_from_rank_zero(partial(counted_by_predicted, choice))
 
     parallel, reason = choose_parallel(work, args.shard, process, room, count)
-    return replace(work, parallel=parallel), reason
+    chosen = replace(work, parallel=parallel)
+    rules.check_work(chosen)  # again, as now the size of shard is known
+    return chosen, reason
 
 
 def counted_by_predicted(work: Work) -> float:

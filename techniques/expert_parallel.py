@@ -14,14 +14,14 @@ Their tokens differ, as before, and whatever is no expert is split as before, to
 In each block a rank (1) tells the others how many rows it has for each of their experts, (2) sends
 the rows, (3) sorts by expert those that arrive, and computes them, (4) sends the results back. All
 are all-to-alls, and backward sends gradients the same ways. An expert has then seen the tokens of N
-ranks, so that its gradient is summed over those ranks alone that hold the same experts: n / N of n.
-What a rank has of the experts, FSDP shards over these ranks.
+ranks. So its gradient is summed over those n / N of n ranks alone that hold the same experts, and
+over these ranks FSDP shards what a rank has of the experts.
 
 Communication over ep, a microbatch and block: 4 all-to-alls of rows (2 in forward, 2 in backward)
 and one of X counts. The payloads of the N ranks add up to 4 N (tokens of a rank) K D w bytes
-whatever the routing, but the payload of one rank depends on it: a step is as slow as the rank that
-gets most. FSDP would all-gather 3 X D F w bytes twice and reduce-scatter as many elements: --ep
-sends less than FSDP of experts while (tokens of a rank) K < 1.5 X F (with w = g).
+whatever the routing; that of one rank depends on it, and a step is as slow as the rank that gets
+most. FSDP would all-gather 3 X D F w bytes twice, and reduce-scatter as many once: --ep sends less
+than FSDP of experts while (tokens of a rank) K < 1.5 X F.
 Use with many experts and few tokens, or when experts outnumber what a rank can gather. Avoid across
 a slow link, and where FSDP hides its all-gathers behind computation.
 """
@@ -34,15 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import ParallelConfig, Work
 from model import Llama
-from plumbing.processes import UserError
 from plumbing.shards import shard_parameters, to_local
-from techniques.experts import Experts, MixtureOfExperts, on_host
-from techniques.parallel_layers import GatherTokens
+from techniques.experts import Experts, on_host
 from techniques.technique import Technique
 
 # ------------------------------------------------------------------------------ the exchange
@@ -89,22 +87,9 @@ class AllToAll(torch.autograd.Function):
 # ------------------------------------------------------------------------- experts on their ranks
 
 
-def why_no_mesh(parallel: ParallelConfig) -> str:
-    ep, ranks = parallel.ep, parallel.shard * parallel.tp
-    if parallel.replicate * ranks % ep == 0 and 0 in (ranks % ep, ep % ranks):
-        return ""
-    return (
-        f"--ep {ep} must divide the {ranks} ranks along shard x tp, or be a multiple of {ranks} "
-        f"that divides the {parallel.replicate * ranks} ranks along replicate x shard x tp"
-    )
-
-
 def make_mesh(parallel: ParallelConfig, kind: str) -> tuple[DeviceMesh, dict]:
     """Return the same ranks in a mesh with a dimension ep, and its groups by name. Along what is
-    left of replicate and shard, ranks hold the same experts. Raises UserError for sizes that do not
-    divide."""
-    if reason := why_no_mesh(parallel):
-        raise UserError(reason)
+    left of replicate and shard, ranks hold the same experts."""
     dims = "pp", "expert_replicate", "expert_shard", "ep"
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
@@ -112,12 +97,6 @@ def make_mesh(parallel: ParallelConfig, kind: str) -> tuple[DeviceMesh, dict]:
     # A new group, as the mesh may have that of all ranks for it.
     groups["ep"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(0, 2).tolist())
     return mesh, groups
-
-
-def data_mesh(world) -> DeviceMesh:
-    """Return the mesh of the ranks that hold the same experts, over which FSDP shards them."""
-    dims = ("expert_replicate",) if world.parallel.expert_replicate > 1 else ()
-    return world.expert_mesh[(*dims, "expert_shard")]
 
 
 def spread_experts(model: Llama, world) -> None:
@@ -143,46 +122,23 @@ def own_experts(averaged: int, weight: Tensor) -> Tensor:
 # ------------------------------------------------------------------ beside tensor parallelism
 
 
-class FeedForwardInput(GatherTokens):
-    """All-gather the tokens that enter a feed-forward, but not those that enter a mixture: of x
-    [B, T, D] a rank has T / tp tokens, and experts take them as those of any other rank."""
+class OfMixture(ParallelStyle):
+    """Replicate a router (weight_dim None): each rank has the gradient of its tokens, which FSDP
+    sums over tp, as that of a norm. Leave experts (0) to spread_experts: tp is a part of ep."""
+
+    def __init__(self, weight_dim: int | None):
+        self.weight_dim = weight_dim
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MixtureOfExperts):
-            return super()._apply(module, mesh)
-
-        def forward(x: DTensor, own_tokens=module.forward) -> DTensor:
-            whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
-            return DTensor.from_local(own_tokens(x.to_local()), mesh, x.placements, **whole)
-
-        module.forward = forward
-        return module
-
-
-class ReplicatedRouter(ParallelStyle):
-    """Each rank has the gradient of its tokens, which FSDP sums over tp, as that of a norm."""
-
-    weight_dim = None
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        shard_parameters(module, mesh, self.weight_dim)
-        module.own = lambda p: p if p is None else p.to_local(grad_placements=[Partial()])
-        return module
-
-
-class OverEP(ParallelStyle):
-    """Leave the weight as it is: spread_experts shards it over ep, of which tp is a part."""
-
-    weight_dim = 0
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.weight_dim is None:
+            shard_parameters(module, mesh, None)
+            module.own = lambda p: p if p is None else p.to_local(grad_placements=[Partial()])
         return module
 
 
 PLAN = {
-    "layers.*.feed_forward": FeedForwardInput(),
-    "layers.*.feed_forward.router": ReplicatedRouter(),
-    **{f"layers.*.feed_forward.experts.{matrix}": OverEP() for matrix in ("w1", "w2", "w3")},
+    "layers.*.feed_forward.router": OfMixture(None),
+    **{f"layers.*.feed_forward.experts.{w}": OfMixture(0) for w in ("w1", "w2", "w3")},
 }
 
 # ------------------------------------------------------------------ what others ask of a technique
@@ -190,39 +146,38 @@ PLAN = {
 
 def refuses(work: Work) -> str:
     """Return why a step cannot compute the experts of its model, in a line, or ""."""
-    parallel, X, ep, tp = (
-        work.parallel,
-        work.model.config.n_experts,
-        work.parallel.ep,
-        work.parallel.tp,
-    )
-    if not X:
+    parallel, n = work.parallel, work.model.config.n_experts
+    ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
+    if not n:
         return "--ep is for models with experts: give --n-experts, or leave it out" * (ep > 1)
-    refusals = {
-        "--float8 is not for the products of experts: leave it out": parallel.float8 != "none",
-        "--async-tp gathers what experts leave sharded: leave it out": parallel.async_tp,
-        f"--tp {tp} with experts needs --ep {tp}, or a multiple of it": ep % tp,
-        f"--ep {ep} must divide the {X} experts of the model": X % ep,
-        f"--ep does not combine with --dp {parallel.dp}: use --dp fsdp": ep > 1
-        and parallel.dp in ("diloco", "zero1"),
-        why_no_mesh(parallel): ep > 1 and why_no_mesh(parallel),
-    }
-    return next((reason for reason, is_so in refusals.items() if is_so), "")
+    if parallel.float8 != "none":
+        return "--float8 is not for the products of experts: leave it out"
+    if parallel.async_tp:
+        return "--async-tp gathers tokens that experts leave sharded: leave it out"
+    if ep % tp:
+        return f"--tp {tp} with experts needs --ep {tp}, or a multiple of it"
+    if ep > 1 and dp in ("zero1", "diloco"):
+        return f"--ep does not combine with --dp {dp}: use --dp fsdp"
+    if n % ep:
+        return f"--ep {ep} must divide the {n} experts of the model"
+    ranks, all_ranks = parallel.shard * tp, parallel.replicate * parallel.shard * tp
+    if all_ranks % ep or (ranks % ep and ep % ranks):
+        return f"--ep {ep} must divide the {ranks} ranks along shard x tp, or all {all_ranks}"
+    return ""
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
-    """All-to-alls of rows and of counts; the bytes are those of a rank on average over ep. Under
-    --tp mixtures do not gather tokens."""
-    config, parallel = work.model.config, work.parallel
+    """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
+    not gather tokens, which costs/page.py counts."""
+    config, parallel, tp = work.model.config, work.parallel, work.parallel.tp
     again = parallel.checkpointing != "none"  # forward is computed twice
-    rows = work.microbatch * work.length / parallel.tp * config.top_k
-    blocks = work.microbatches * len(model.layers)
-    yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * config.dim * parallel.weight_bytes
+    blocks, row = work.microbatches * len(model.layers), config.dim * parallel.weight_bytes
+    rows = work.tokens / tp * config.top_k
+    yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * row
     yield "ep", "all-to-all", blocks * (1 + again), 8 * config.n_experts
-    whole = work.microbatch * ceil(work.length / parallel.tp) * parallel.tp
-    whole *= config.dim * parallel.weight_bytes
-    yield "tp", "all-gather", -blocks * (2 + again), whole
-    yield "tp", "reduce-scatter", -blocks * 2, whole
+    tokens = work.microbatch * ceil(work.length / tp) * tp
+    yield "tp", "all-gather", -blocks * (2 + again), tokens * row
+    yield "tp", "reduce-scatter", -blocks * 2, tokens * row
 
 
 def suggests(facts) -> str:

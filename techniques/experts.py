@@ -136,6 +136,7 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     writes_to_stream = ()  # itself; its experts do
+    by_token = True  # so that --tp need not gather tokens
 
     def __init__(self, config, swiglu):
         super().__init__()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -97,9 +97,14 @@ class VocabularyParallel(RowwiseParallel):
 
 
 class GatherTokens(ParallelStyle):
-    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward."""
+    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward. A
+    module that is `by_token` is given those that a rank has, and returns as many."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def of_own_tokens(x: DTensor, forward=module.forward) -> DTensor:
+            whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
+            return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
+
         def gather(module: nn.Module, inputs: tuple) -> tuple:
             x, *others = inputs
             x = x.redistribute(placements=[REPLICATED])
@@ -107,7 +112,10 @@ class GatherTokens(ParallelStyle):
                 x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
             return x, *others
 
-        module.register_forward_pre_hook(gather)
+        if getattr(module, "by_token", False):
+            module.forward = of_own_tokens
+        else:
+            module.register_forward_pre_hook(gather)
         return module
 
 

@@ -31,7 +31,7 @@ ADAPTERS = {
     "rslora": dict(rank=4, alpha=8, rslora=True),
     "w2": dict(rank=2, alpha=64, targets=["w2"]),  # backward ends at the first of them
     "w1 w3": dict(rank=2, alpha=64, targets=["w1", "w3"]),
-    "wq wo": dict(rank=2, alpha=64, targets=["wq", "wo"]),
+    "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
 }
 EXPERTS = {
@@ -156,7 +156,13 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
-QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED]) | named(4, [*DRAWN[4], TIED])
+# Without experts --ep is refused, so that few draws have it.
+EP = PLAIN | dict(dp="fsdp", ep=2, experts="bias")
+EP_2 = [EP | dict(microbatch=1, generate=True), EP | dict(tp=2, checkpointing="full", packed=True)]
+EP_4 = [EP | dict(dp="ddp", experts="plain", optimizer="muon"), EP | dict(pp=2, reshard="none")]
+EP_4 += [EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", experts="bias", microbatch=4)]
+QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED, *EP_2])
+QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
 QUICK["2 ranks: several buckets"] = 2, BUCKETS
 for ranks in (1, 2):
