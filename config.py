@@ -159,6 +159,10 @@ class ParallelConfig:
         dim = self.strategy.sharded.get(kind)
         return getattr(self, of + dim) if dim else 1
 
+    @property
+    def recomputes(self) -> bool:
+        return self.checkpointing != "none"
+
     def group_size(self, dim: str) -> int:
         """Number of ranks in a group. `dim` is a key of PART_OF, "world", or "stage", which means
         all ranks with the same layers."""

@@ -18,7 +18,8 @@ Ranks form a mesh of four dimensions, and each kind of parallelism works along s
 The last dimension varies fastest. With 1 x 2 x 2 x 2 ranks, tp joins ranks 0 and 1, shard joins 0
 and 2, and the replicas are 0-3 and 4-7. Ranks that communicate most are nearest: tp within a node,
 then shard; replicate and pp cross nodes. --cp N adds no dimension: N neighbours along
-replicate x shard share the same sequences (techniques/context_parallel.py).
+replicate x shard share the same sequences (techniques/context_parallel.py). Nor does --ep N: N
+neighbours along replicate x shard x tp share a copy of the experts (techniques/expert_parallel.py).
 
 FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives each rank the rows
 [D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
@@ -130,22 +131,18 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
-    cp_mesh = stage_group = expert_mesh = None
-    own_groups = {}
+    place, groups = dict.fromkeys(("cp_mesh", "stage_group", "expert_mesh")), {}
     if parallel.cp > 1:  # new groups, even where replicate or shard has the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()  # tp moves behind pp
         group, _ = dist.new_subgroups_by_enumeration(ranks)
-        cp_mesh, own_groups["cp"] = (
-            DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",)),
-            group,
-        )
+        place["cp_mesh"] = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
+        groups["cp"] = group
     if parallel.pp > 1:
-        stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
+        ranks = mesh.mesh.flatten(1).tolist()
+        place["stage_group"], _ = dist.new_subgroups_by_enumeration(ranks)
     if parallel.ep > 1:
-        expert_mesh, groups = expert_parallel.make_mesh(parallel, kind)
-        own_groups |= groups
-    place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
-    return World(**vars(process) | place, expert_mesh=expert_mesh, own_groups=own_groups)
+        place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
+    return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
@@ -173,8 +170,10 @@ def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[
 def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
     that a script adds to the lists above, such as LoRA."""
-    refusers = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
-    reasons = (refuser.refuses(work) for refuser in refusers)
+    used = used_techniques(work.parallel)
+    if work.model.config.n_experts and (flags := [t.flag for t in used if t.only_linear]):
+        return f"--{flags[0].replace('_', '-')} is not for the products of experts: leave it out"
+    reasons = (refuser.refuses(work) for refuser in (*DIVIDE_SIZES, *used, *more))
     return next(filter(None, reasons), "")
 
 
@@ -301,8 +300,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     only slices of gradients cross. Avoid both when DDP fits, except HSDP where
     nodes have a slow link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    replicate_dims = ("replicate",) if parallel.replicas > 1 else ()
-    dims = (*replicate_dims, "shard")
+    dims = ("replicate", "shard") if parallel.replicas > 1 else ("shard",)
     options = dict(
         mesh=world.mesh[dims],
         mp_policy=MixedPrecisionPolicy(

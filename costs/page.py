@@ -169,7 +169,7 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     """Yield such entries for the residual stream over tp and pp, and for k and v over cp."""
     c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
-    w, again = p.weight_bytes, p.checkpointing != "none"
+    w, again = p.weight_bytes, p.recomputes
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again), kv
     yield "cp", "reduce-scatter", m * L, kv

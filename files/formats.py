@@ -48,11 +48,6 @@ HF_NAMES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
-# Of models with experts, by model_type: a module, and in it each expert's w1, w2 and w3.
-EXPERT_NAMES = {
-    "mixtral": ("block_sparse_moe", "w1", "w2", "w3"),
-    "qwen3_moe": ("mlp", "gate_proj", "down_proj", "up_proj"),
-}
 
 
 def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
@@ -66,15 +61,8 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
 
 
 def hf_names(name: str, config: LlamaConfig) -> list[str]:
-    """Return Hugging Face's name of a parameter; of the stacked weights of experts, one each."""
-    names = dict(HF_NAMES)
-    if config.n_experts:
-        module, *matrices = EXPERT_NAMES[published.model_type(config)]
-        names["feed_forward.router"] = f"{module}.gate"
-        for ours, theirs in zip(("w1", "w2", "w3"), matrices):
-            names[f"feed_forward.experts.{ours}"] = f"{module}.experts.{{}}.{theirs}"
-    found = hf_name(name, names)
-    return [found.format(i) for i in range(config.n_experts)] if "{}" in found else [found]
+    """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
+    return published.numbered(hf_name(name, HF_NAMES | published.other_names(config)), config)
 
 
 def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
@@ -89,7 +77,7 @@ def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights
     return {part: one(i) for i, part in enumerate(names)}
 
 
-@functools.lru_cache(1)  # once for all experts, which are written one after the other
+@functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
 def _last_read(weight: StoredTensor) -> Tensor:
     return weight.read()
 
@@ -230,21 +218,11 @@ HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same va
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
-FIELDS_OF = {  # and by model_type
-    "mixtral": dict(n_experts="num_local_experts", top_k="num_experts_per_tok"),
-    "qwen3_moe": dict(n_experts="num_experts", top_k="num_experts_per_tok")
-    | dict(ffn_dim="moe_intermediate_size"),
-}
 # The only values of a config.json that this project supports, in general and for scaled RoPE.
 SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
 SUPPORTED_SCALING = dict(
     rope_type="llama3", low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
 )
-# And by model_type: all blocks have experts, whose K weights add up to 1.
-SUPPORTED_OF = {
-    "mixtral": dict(sliding_window=None),
-    "qwen3_moe": dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-}
 
 
 def is_hf(directory: Path) -> bool:
@@ -269,20 +247,19 @@ def hf_config(directory: Path) -> LlamaConfig:
         known = ", ".join(published.MODELS)
         raise UserError(f"{path} has model_type {kind}: only {known} work here")
     small, _ = published.MODELS[kind]
-    fields = HF_FIELDS | FIELDS_OF.get(kind, {})
+    fields = HF_FIELDS | published.FIELDS.get(kind, {})
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
-    supported |= SUPPORTED_OF.get(kind, {})
+    supported |= published.SUPPORTED.get(kind, {})
     defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
     defaults |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     defaults["num_key_value_heads"] = content.get("num_attention_heads")
-    if "num_local_experts" in content:  # as transformers 5 writes Qwen's num_experts
-        defaults["num_experts"] = content["num_local_experts"]
-    content.update(defaults | content | rope | {"rope_type": rope_type})
+    renamed = {old: content[new] for new, old in published.RENAMED.items() if new in content}
+    content.update(defaults | renamed | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
@@ -374,12 +351,12 @@ def save_hf(
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
     kind = published.model_type(config)
-    fields = HF_FIELDS | FIELDS_OF.get(kind, {})
+    fields = HF_FIELDS | published.FIELDS.get(kind, {})
     content = SUPPORTED | {
         "model_type": kind,
         "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
         **{key: getattr(config, name) for name, key in fields.items()},
-        **SUPPORTED_OF.get(kind, {}),
+        **published.SUPPORTED.get(kind, {}),
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
@@ -481,10 +458,10 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
     of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
-    if published.model_type(config) != "llama" or config.q_dim != config.dim:
-        raise UserError(
-            "Meta's format has no qkv_bias, qk_norm, head_dim and experts: export to another"
-        )
+    if (kind := published.model_type(config)) in published.FIELDS:
+        raise UserError(f"Meta's format is not written for models like {kind}: export to another")
+    if kind != "llama" or config.q_dim != config.dim:
+        raise UserError("Meta's format has no qkv_bias, qk_norm and head_dim: export to another")
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

@@ -38,6 +38,22 @@ MODELS = {
         (1.943468, -0.576003, 0.918020, 0.937743),
     ),
 }
+# Of models with experts, by model_type: a module, and in it each expert's w1, w2 and w3.
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w2", "w3"),
+    "qwen3_moe": ("mlp", "gate_proj", "down_proj", "up_proj"),
+}
+FIELDS = {  # LlamaConfig's fields -> those of config.json, beside formats.HF_FIELDS
+    "mixtral": dict(n_experts="num_local_experts", top_k="num_experts_per_tok"),
+    "qwen3_moe": dict(n_experts="num_experts", top_k="num_experts_per_tok")
+    | dict(ffn_dim="moe_intermediate_size"),
+}
+RENAMED = {"num_local_experts": "num_experts"}  # as transformers 5 writes Qwen's
+# The only values that work here: all blocks have experts, whose K weights add up to 1.
+SUPPORTED = {
+    "mixtral": dict(sliding_window=None),
+    "qwen3_moe": dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+}
 
 
 def model_type(config: LlamaConfig) -> str:
@@ -53,6 +69,22 @@ def model_type(config: LlamaConfig) -> str:
             return name
     other = "experts" if config.n_experts else "qk_norm"
     raise UserError(f"no published model has qkv_bias and {other}: other programs cannot load it")
+
+
+def other_names(config: LlamaConfig) -> dict[str, str]:
+    """Return Hugging Face's names of layers beside formats.HF_NAMES. Files hold a matrix for each
+    expert: {} is its number."""
+    if not config.n_experts:
+        return {}
+    module, *matrices = EXPERT_NAMES[model_type(config)]
+    names = {f"experts.w{i}": f"experts.{{}}.{name}" for i, name in enumerate(matrices, 1)}
+    names |= {"router": "gate"}
+    return {f"feed_forward.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
+
+
+def numbered(name: str, config: LlamaConfig) -> list[str]:
+    """Return a name with each expert's number where it has {}."""
+    return [name.format(i) for i in range(config.n_experts)] if "{}" in name else [name]
 
 
 @functools.cache

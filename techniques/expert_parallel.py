@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from config import ParallelConfig, Work
+from config import STRATEGIES, ParallelConfig, Work
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
 from techniques.experts import Experts, on_host
@@ -87,16 +87,16 @@ class AllToAll(torch.autograd.Function):
 # ------------------------------------------------------------------------- experts on their ranks
 
 
-def make_mesh(parallel: ParallelConfig, kind: str) -> tuple[DeviceMesh, dict]:
-    """Return the same ranks in a mesh with a dimension ep, and its groups by name. Along what is
-    left of replicate and shard, ranks hold the same experts."""
+def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
+    """Return the same ranks in a mesh with a dimension ep; add its groups to `groups`. Along what
+    is left of replicate and shard, ranks hold the same experts."""
     dims = "pp", "expert_replicate", "expert_shard", "ep"
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
-    groups = {dim: mesh.get_group(dim) for dim in dims[1:3]}
+    groups |= {dim: mesh.get_group(dim) for dim in dims[1:3]}
     # A new group, as the mesh may have that of all ranks for it.
     groups["ep"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(0, 2).tolist())
-    return mesh, groups
+    return mesh
 
 
 def spread_experts(model: Llama, world) -> None:
@@ -150,13 +150,9 @@ def refuses(work: Work) -> str:
     ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
     if not n:
         return "--ep is for models with experts: give --n-experts, or leave it out" * (ep > 1)
-    if parallel.float8 != "none":
-        return "--float8 is not for the products of experts: leave it out"
-    if parallel.async_tp:
-        return "--async-tp gathers tokens that experts leave sharded: leave it out"
     if ep % tp:
         return f"--tp {tp} with experts needs --ep {tp}, or a multiple of it"
-    if ep > 1 and dp in ("zero1", "diloco"):
+    if ep > 1 and dp in STRATEGIES and not STRATEGIES[dp].automatic:
         return f"--ep does not combine with --dp {dp}: use --dp fsdp"
     if n % ep:
         return f"--ep {ep} must divide the {n} experts of the model"
@@ -170,7 +166,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
     not gather tokens, which costs/page.py counts."""
     config, parallel, tp = work.model.config, work.parallel, work.parallel.tp
-    again = parallel.checkpointing != "none"  # forward is computed twice
+    again = parallel.recomputes  # forward is computed twice
     blocks, row = work.microbatches * len(model.layers), config.dim * parallel.weight_bytes
     rows = work.tokens / tp * config.top_k
     yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * row

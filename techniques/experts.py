@@ -46,11 +46,10 @@ class Router(nn.Linear):
 
     def __init__(self, config):
         super().__init__(config.dim, config.n_experts, bias=config.balance == "bias")
-        self.top_k = config.top_k
-        self.own = as_it_is
+        self.top_k, self.own = config.top_k, as_it_is
 
     def sharded_dims(self, dim):
-        return {name: None for name, _ in self.named_parameters()}  # --tp replicates all
+        return {name: None for name, _ in self.named_parameters()}  # --tp replicates both
 
     def forward(self, x):
         """x [N, D] -> experts [N, K] of each token, weights [N, K], tokens of each expert [X]"""
@@ -78,12 +77,11 @@ class ExcessAsGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, bias, counts):
         ctx.excess = len(counts) * counts - counts.sum()  # X times what is more than the mean
-        ctx.dtype = bias.dtype
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, ctx.excess.to(ctx.dtype) * EXCESS_SCALE, None
+        return gradient, ctx.excess.to(gradient.dtype) * EXCESS_SCALE, None
 
 
 class GroupedLinear(nn.Module):
@@ -112,8 +110,8 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:
-    """Return counts [n], which add up to `total`, as numbers. A fake tensor (perf/instruments.py)
-    has no numbers: then all are taken to be nearly equal."""
+    """Return counts [n], which add up to `total`; of a fake tensor (perf/instruments.py), which has
+    no contents, as if they were nearly equal."""
     if isinstance(counts, FakeTensor):
         return [(total + i) // len(counts) for i in range(len(counts))]
     return counts.tolist()
@@ -126,8 +124,7 @@ class Experts(nn.Module):
         super().__init__()
         X, D, F, K = config.n_experts, config.dim, config.ffn_dim, config.top_k
         self.swiglu = swiglu
-        self.w1, self.w3 = GroupedLinear(X, D, F, K), GroupedLinear(X, D, F, K)
-        self.w2 = GroupedLinear(X, F, D, K)
+        self.w1, self.w2, self.w3 = (GroupedLinear(X, *s, K) for s in ((D, F), (F, D), (D, F)))
 
     @torch.compiler.disable  # shapes change with every batch, and each would be compiled anew
     def forward(self, rows, counts):
@@ -147,8 +144,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)  # [N, D]
         experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
         order = experts.flatten().argsort(stable=True)  # [N K]
-        # Gathered from K copies of each token: so sums over K have a fixed order in both
-        # directions, where index_add on a GPU would add in any.
+        # From K copies of each token: so sums over K have an order, which index_add has not.
         rows = tokens.repeat_interleave(experts.shape[1], 0)[order]  # [N K, D]
         out = self.experts(rows, counts)[order.argsort()].unflatten(0, experts.shape)  # [N, K, D]
         return (weights[..., None] * out).sum(1).type_as(x).view_as(x)

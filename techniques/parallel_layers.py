@@ -101,7 +101,7 @@ class GatherTokens(ParallelStyle):
     module that is `by_token` is given those that a rank has, and returns as many."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def of_own_tokens(x: DTensor, forward=module.forward) -> DTensor:
+        def on_shards(x: DTensor, forward=module.forward) -> DTensor:
             whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
             return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
 
@@ -113,7 +113,7 @@ class GatherTokens(ParallelStyle):
             return x, *others
 
         if getattr(module, "by_token", False):
-            module.forward = of_own_tokens
+            module.forward = on_shards
         else:
             module.register_forward_pre_hook(gather)
         return module

@@ -103,8 +103,8 @@ def initialize(model: Llama) -> None:
         if name.endswith(".bias"):
             generator = generator_for(name, 0, torch.device("cpu"))
             value = torch.randn(parameter.shape, generator=generator)
-            if "router" in name:  # which is added to probabilities; expert 1 has no tokens
-                value = torch.where(torch.arange(len(value)) == 1, -9, value / 20)
+            if "router" in name:  # which is added to probabilities; two experts have no tokens
+                value = torch.where(torch.arange(len(value)) < 2, -9, value / 20)
             assign_shard(parameter, value)
 
     def matrix(name: str) -> torch.Tensor:
