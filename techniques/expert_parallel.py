@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config import STRATEGIES, ParallelConfig, Work
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
-from techniques.experts import Experts, on_host
+from techniques.experts import Experts, GroupedLinear, Router, on_host
 from techniques.technique import Technique
 
 # ------------------------------------------------------------------------------ the exchange
@@ -126,6 +126,8 @@ class OfMixture(ParallelStyle):
     """Replicate a router (weight_dim None): each rank has the gradient of its tokens, which FSDP
     sums over tp, as that of a norm. Leave experts (0) to spread_experts: tp is a part of ep."""
 
+    only_for = Router, GroupedLinear
+
     def __init__(self, weight_dim: int | None):
         self.weight_dim = weight_dim
 
@@ -180,4 +182,9 @@ def suggests(facts) -> str:
     return facts.waits("ep", "rows of experts", "a smaller --ep, if memory allows, sends fewer")
 
 
-TECHNIQUE = Technique("ep", spread_experts, sends=sends)
+def about(model: Llama, world) -> str:
+    n, ep = model.config.n_experts, world.parallel.ep
+    return f"{n // ep} of {n} experts on each of {ep} neighbouring ranks"
+
+
+TECHNIQUE = Technique("ep", spread_experts, sends=sends, about=about)

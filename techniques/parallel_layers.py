@@ -145,6 +145,8 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
     Raises UserError for a parameter that the style does not cover: without an error, its gradient
     would not be summed over tp."""
     dims = {}
+    if not isinstance(layer, getattr(style, "only_for", nn.Module)):
+        style = None
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     if isinstance(style, SequenceParallel):
         dims = dict.fromkeys(names)

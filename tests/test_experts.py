@@ -1,12 +1,20 @@
-"""techniques/experts.py and techniques/expert_parallel.py."""
+"""techniques/experts.py and techniques/expert_parallel.py. Splits are in test_exact.py, models of
+transformers in test_model.py, files in test_formats.py."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import metrics, succeed
+from test_train import flags, same_metrics
 
-from model import LlamaConfig, swiglu
+from costs.shapes import flops_per_token
+from lora import LoRA, add_adapters
+from model import Llama, LlamaConfig, swiglu
+from perf.instruments import build_on_meta
+from plumbing.processes import UserError
 from techniques.experts import EXCESS_SCALE, MixtureOfExperts
 
 SMALL = LlamaConfig(16, 2, 2, 2, 24, 31, n_experts=8)
@@ -53,3 +61,34 @@ def test_a_mixture_is_the_dense_formula(X, K, balance):
         ours.backward(upstream)
         counts = used.sum((0, 1))
         assert torch.equal(bias.grad, (X * counts - counts.sum()).double() * EXCESS_SCALE)
+
+
+def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
+    """With experts on other ranks, or on all. The four ranks train as one does, in float64."""
+    given = dict(n_experts=8, dp="fsdp", save_every=2, eval_every=2)
+    run = ["train.py", *flags(corpus, first := tmp_path / "first", steps=4, **given)]
+    succeed(*run, "--ep", 4, nproc=4)
+    for ep in (2, 1):
+        shutil.copytree(first, out := tmp_path / f"ep {ep}")
+        shutil.rmtree(out / "step-00000004")
+        run = ["train.py", *flags(corpus, out, steps=4, **given), "--ep", ep, "--resume"]
+        assert "resumed from" in succeed(*run, nproc=ep * (ep > 1)).out
+        same_metrics(metrics(out), metrics(first))
+
+
+def test_a_token_costs_its_experts_alone():
+    K, X = SMALL.top_k, SMALL.n_experts
+    plain = replace(SMALL, n_experts=0, ffn_dim=K * SMALL.ffn_dim)
+    router = 6 * SMALL.n_layers * SMALL.dim * X
+    costs = [flops_per_token(build_on_meta(config), 64) for config in (SMALL, plain)]
+    assert costs[0] == costs[1] + router
+
+
+def test_adapters_stand_beside_attention_alone():
+    lora = LoRA(targets=["wq", "w1"])
+    with pytest.raises(UserError, match=r"no nn\.Linear, so leave w1 out of --targets"):
+        add_adapters(Llama(SMALL), lora)
+    add_adapters(Llama(SMALL), replace(lora, targets=["wq", "wo"]))
+    wide = replace(SMALL, dim=64, head_dim=0)
+    with pytest.raises(UserError, match="give --base-bits 16"):
+        add_adapters(Llama(wide), replace(lora, targets=["wq"]), base_bits=4)
