@@ -60,14 +60,15 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
     return f"{'model.' if match[1] else ''}{match[1]}{names[match[2]]}.{match[3]}"
 
 
-def hf_names(name: str, config: LlamaConfig) -> list[str]:
+def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
-    return published.numbered(hf_name(name, HF_NAMES | published.other_names(config)), config)
+    found = hf_name(name, HF_NAMES | published.other_names(config))
+    return [found.format(i) for i in range(shape[0])] if "{}" in found else [found]
 
 
 def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
     """Return a parameter as Hugging Face stores it, by its names there."""
-    first, *others = names = hf_names(name, config)
+    first, *others = names = hf_names(name, config, weight.shape)
     if not others:
         return {first: weight.map(partial(to_hf_rows, name, config))}
 
@@ -80,13 +81,6 @@ def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights
 @functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
 def _last_read(weight: StoredTensor) -> Tensor:
     return weight.read()
-
-
-def from_hf_parts(name: str, config: LlamaConfig, shape: tuple, found: Weights) -> StoredTensor:
-    first, *others = parts = [found[part] for part in hf_names(name, config)]
-    if not others:
-        return first.map(partial(to_meta_rows, name, config))
-    return StoredTensor(first.dtype, shape, lambda: torch.stack([part.read() for part in parts]))
 
 
 def reorder_rows(
@@ -142,7 +136,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
     """Raise UserError if model.py no longer is a published Llama or Qwen: if it has other weights
     or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
     for name in weights:
-        hf_names(name, config)
+        hf_names(name, config, (1,))
     rows = weights["tok_embeddings.weight"].shape[0]
     if rows != config.vocab_size:
         raise UserError(
@@ -256,10 +250,9 @@ def hf_config(directory: Path) -> LlamaConfig:
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
     supported |= published.SUPPORTED.get(kind, {})
     defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
-    defaults |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     defaults["num_key_value_heads"] = content.get("num_attention_heads")
-    renamed = {old: content[new] for new, old in published.RENAMED.items() if new in content}
-    content.update(defaults | renamed | content | rope | {"rope_type": rope_type})
+    defaults |= {old: content[new] for new, old in published.RENAMED.items() if new in content}
+    content.update(defaults | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
@@ -309,14 +302,20 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
         if embedding and not torch.equal(output.read(), embedding.read()):
             raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
 
-    shapes, expected = parameter_shapes(config), {}
-    for name, shape in shapes.items():
-        names = hf_names(name, config)
+    weights, expected = {}, {}
+    for name, shape in parameter_shapes(config).items():
+        names = hf_names(name, config, shape)
         expected |= dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
+
+        def read(name: str = name, names: list[str] = names) -> Tensor:
+            tensors = [found[part].read() for part in names]
+            whole = torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+            return to_meta_rows(name, config, whole)
+
+        dtype = found[names[0]].dtype if names[0] in found else torch.float32  # else refused below
+        weights[name] = StoredTensor(dtype, shape, read)
     check_weights(found, expected, directory)
-    return config, {
-        name: from_hf_parts(name, config, shape, found) for name, shape in shapes.items()
-    }
+    return config, weights
 
 
 def save_hf(

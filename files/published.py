@@ -78,13 +78,8 @@ def other_names(config: LlamaConfig) -> dict[str, str]:
         return {}
     module, *matrices = EXPERT_NAMES[model_type(config)]
     names = {f"experts.w{i}": f"experts.{{}}.{name}" for i, name in enumerate(matrices, 1)}
-    names |= {"router": "gate"}
+    names["router"] = "gate"
     return {f"feed_forward.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
-
-
-def numbered(name: str, config: LlamaConfig) -> list[str]:
-    """Return a name with each expert's number where it has {}."""
-    return [name.format(i) for i in range(config.n_experts)] if "{}" in name else [name]
 
 
 @functools.cache
