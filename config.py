@@ -171,10 +171,9 @@ class ParallelConfig:
 
     def stride(self, dim: str) -> int:
         """How far apart neighbours in such a group are."""
-        strides = {"shard": self.tp, "cp": self.tp, "replicate": self.tp * self.shard}
-        strides |= {"pp": self.size // self.pp, "expert_shard": self.ep}
-        strides |= {"expert_replicate": self.ep * self.expert_shard}
-        return strides.get(dim, 1)
+        strides = dict(shard=self.tp, cp=self.tp, replicate=self.tp * self.shard)
+        strides |= dict(pp=self.size // self.pp, expert_shard=self.ep)
+        return (strides | dict(expert_replicate=self.ep * self.expert_shard)).get(dim, 1)
 
     @property
     def grad_bytes(self) -> int:

@@ -160,7 +160,7 @@ AFTER_TP = [
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 # Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
 # the same functions `refuses` and `suggests`.
-DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel, pipeline, zero1
+DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
 def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:

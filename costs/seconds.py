@@ -125,7 +125,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, p, machine)
         part = PART_OF.get(dim, dim)
-        if is_muons(dim, collective):
+        if collective == "all-to-all" and dim not in OWN_GROUPS:  # Muon's
             parts["optimizer"] += calls * seconds
         elif dim != "pp":
             parts[part] += calls * seconds
@@ -175,12 +175,6 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: boo
 # --------------------------------------------------------------------------------------- the links
 
 
-def is_muons(dim: str, collective: str) -> bool:
-    """Return whether the payload of a collective is only what goes to others. That of experts also
-    has the rows that stay, so that a group's payloads have a sum that is known."""
-    return collective == "all-to-all" and dim not in OWN_GROUPS
-
-
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     """Return what a rank puts on its links where collectives run in rings of n ranks, as NCCL's do:
     of a payload (n-1)/n, for an all-reduce twice; of a message or Muon's all-to-all, all. gloo's
@@ -188,7 +182,8 @@ def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
         n = parallel.group_size(dim)
-        share = 1 if collective == "send" or is_muons(dim, collective) else (n - 1) / n
+        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
+        share = 1 if collective == "send" or is_muons else (n - 1) / n
         sent += share * payload * (2 if collective == "all-reduce" else 1)
     return round(sent)
 
@@ -211,7 +206,7 @@ def collective_time(
     if collective == "send":  # to one other rank, which may be in another node
         return machine.latency + nbytes / (machine.node_link if nodes == 1 else machine.link)
     if collective == "all-to-all":
-        nbytes *= 1 if is_muons(dim, collective) else (n - 1) / n
+        nbytes *= (n - 1) / n if dim in OWN_GROUPS else 1  # of Muon's, only what leaves counts
         to_node, across = ((part / (n - 1)) * nbytes for part in (in_node - 1, n - in_node))
         return machine.latency + max(to_node / machine.node_link, across / machine.link)
     rounds = 2 if collective == "all-reduce" else 1

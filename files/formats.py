@@ -62,7 +62,8 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
 
 def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
-    found = hf_name(name, HF_NAMES | published.other_names(config))
+    others = published.NAMES.get(published.model_type(config), {})
+    found = hf_name(name, HF_NAMES | others)
     return [found.format(i) for i in range(shape[0])] if "{}" in found else [found]
 
 
@@ -457,10 +458,10 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
     of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
-    if (kind := published.model_type(config)) in published.FIELDS:
-        raise UserError(f"Meta's format is not written for models like {kind}: export to another")
-    if kind != "llama" or config.q_dim != config.dim:
-        raise UserError("Meta's format has no qkv_bias, qk_norm and head_dim: export to another")
+    if published.model_type(config) != "llama" or config.q_dim != config.dim:
+        raise UserError(
+            "Meta's format has no qkv_bias, qk_norm and head_dim, nor others: export to another"
+        )
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

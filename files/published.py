@@ -38,10 +38,19 @@ MODELS = {
         (1.943468, -0.576003, 0.918020, 0.937743),
     ),
 }
-# Of models with experts, by model_type: a module, and in it each expert's w1, w2 and w3.
-EXPERT_NAMES = {
-    "mixtral": ("block_sparse_moe", "w1", "w2", "w3"),
-    "qwen3_moe": ("mlp", "gate_proj", "down_proj", "up_proj"),
+# Of models with experts, by model_type: names in files, beside formats.HF_NAMES. {} is the number
+# of an expert, each of which has a matrix of its own there.
+NAMES = {
+    "mixtral": {
+        "feed_forward.router": "block_sparse_moe.gate",
+        **{f"feed_forward.experts.w{i}": f"block_sparse_moe.experts.{{}}.w{i}" for i in (1, 2, 3)},
+    },
+    "qwen3_moe": {
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+    },
 }
 FIELDS = {  # LlamaConfig's fields -> those of config.json, beside formats.HF_FIELDS
     "mixtral": dict(n_experts="num_local_experts", top_k="num_experts_per_tok"),
@@ -62,24 +71,10 @@ def model_type(config: LlamaConfig) -> str:
         same_attention = (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm)
         if same_attention and bool(small.n_experts) == bool(config.n_experts):
             if config.n_experts and config.balance != small.balance:
-                raise UserError(
-                    "no published model has the bias that balances experts: other programs can "
-                    "load what was trained with --balance none"
-                )
+                raise UserError("no published model balances experts: train with --balance none")
             return name
     other = "experts" if config.n_experts else "qk_norm"
     raise UserError(f"no published model has qkv_bias and {other}: other programs cannot load it")
-
-
-def other_names(config: LlamaConfig) -> dict[str, str]:
-    """Return Hugging Face's names of layers beside formats.HF_NAMES. Files hold a matrix for each
-    expert: {} is its number."""
-    if not config.n_experts:
-        return {}
-    module, *matrices = EXPERT_NAMES[model_type(config)]
-    names = {f"experts.w{i}": f"experts.{{}}.{name}" for i, name in enumerate(matrices, 1)}
-    names["router"] = "gate"
-    return {f"feed_forward.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
 
 
 @functools.cache

@@ -183,9 +183,8 @@ class Counted(Instrument):
         dim = own_dim or self.group_names.get(ranks, ranks)
         if name == "alltoall_base_":
             _, given, _, _, to_each = args[:5]
-            if to_each and not own_dim:  # Muon's, of which what goes to others counts
-                own = to_each[group.rank()] / max(1, sum(to_each))
-                payload = round((1 - own) * given.nbytes)
+            kept = to_each[group.rank()] * given[:1].nbytes if to_each and not own_dim else 0
+            payload = given.nbytes - kept  # of Muon's, what goes to others counts
             name = "all-to-all"
         letters = name.replace("_", "")
         known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)

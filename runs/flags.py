@@ -21,14 +21,10 @@ from plumbing.parser import (
 from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
-# Fields of LlamaConfig with flags that replace the preset's value: integers and strings, but for
-# those that follow from the tokenizer or from other fields.
-NO_FLAGS = "vocab_size", "max_seq_len", "head_dim"
-MODEL_FLAGS = {
-    f.name: type(f.default)
-    for f in fields(LlamaConfig)
-    if type(f.default) in (int, str) and f.name not in NO_FLAGS
-}
+# Fields of LlamaConfig whose flags replace the preset's value: integers and strings.
+SIZES = (f for f in fields(LlamaConfig) if type(f.default) in (int, str))
+FOLLOW = "vocab_size", "max_seq_len", "head_dim"  # from the tokenizer, or from other fields
+MODEL_FLAGS = {f.name: type(f.default) for f in SIZES if f.name not in FOLLOW}
 
 # fmt: off
 

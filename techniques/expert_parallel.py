@@ -43,8 +43,6 @@ from plumbing.shards import shard_parameters, to_local
 from techniques.experts import Experts, GroupedLinear, Router, on_host
 from techniques.technique import Technique
 
-# ------------------------------------------------------------------------------ the exchange
-
 
 @torch.compiler.disable
 def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:
@@ -61,9 +59,8 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
     received = on_host(arriving.sum(1), len(rows))
     rows = AllToAll.apply(rows, sent, received, group)  # by rank, and those of a rank by expert
     experts = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
-    order = experts.repeat_interleave(arriving.flatten(), output_size=len(rows)).argsort(
-        stable=True
-    )
+    expert_of = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
+    order = expert_of.argsort(stable=True)
     out = forward(rows[order], arriving.sum(0))[order.argsort()]
     return AllToAll.apply(out, received, sent, group)
 
@@ -84,9 +81,6 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(gradient, *ctx.splits), None, None, None
 
 
-# ------------------------------------------------------------------------- experts on their ranks
-
-
 def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
     """Return the same ranks in a mesh with a dimension ep; add its groups to `groups`. Along what
     is left of replicate and shard, ranks hold the same experts."""
@@ -102,24 +96,21 @@ def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
 def spread_experts(model: Llama, world) -> None:
     """Shard the experts over ep, in place; their parameters become DTensors."""
     mesh, parallel = world.expert_mesh["ep"], world.parallel
+
+    def own(weight: Tensor) -> Tensor:
+        """Return this rank's part. Its gradient is a sum over the tokens of N ranks, and FSDP
+        averages it over n / N: divided by N, it is an average over n, as all others. Averages are
+        over n ranks that count those along tp once, and N counts each of these."""
+        part = to_local(weight)
+        if part.requires_grad:
+            part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)
+        return part
+
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         for layer in (experts.w1, experts.w2, experts.w3):
             shard_parameters(layer, mesh, 0)
-            layer.own = partial(own_experts, parallel.ep // parallel.tp)
+            layer.own = own
         experts.forward = partial(exchange, experts.forward, world.own_groups["ep"])
-
-
-def own_experts(averaged: int, weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight. Its gradient is a sum over the tokens of N ranks, which
-    FSDP averages over n / N: divided by N, it is an average over n, as all others. With tensor
-    parallelism n, of which averages are, counts ranks along tp once, and N each of them."""
-    own = to_local(weight)
-    if own.requires_grad:
-        own.register_hook(lambda gradient: gradient / averaged)
-    return own
-
-
-# ------------------------------------------------------------------ beside tensor parallelism
 
 
 class OfMixture(ParallelStyle):
@@ -142,8 +133,6 @@ PLAN = {
     "layers.*.feed_forward.router": OfMixture(None),
     **{f"layers.*.feed_forward.experts.{w}": OfMixture(0) for w in ("w1", "w2", "w3")},
 }
-
-# ------------------------------------------------------------------ what others ask of a technique
 
 
 def refuses(work: Work) -> str:
@@ -178,13 +167,4 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     yield "tp", "reduce-scatter", -blocks * 2, tokens * row
 
 
-def suggests(facts) -> str:
-    return facts.waits("ep", "rows of experts", "a smaller --ep, if memory allows, sends fewer")
-
-
-def about(model: Llama, world) -> str:
-    n, ep = model.config.n_experts, world.parallel.ep
-    return f"{n // ep} of {n} experts on each of {ep} neighbouring ranks"
-
-
-TECHNIQUE = Technique("ep", spread_experts, sends=sends, about=about)
+TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)

@@ -39,7 +39,7 @@ FAULTS = {
     "expert_parallel": [
         ("forward(rows[order], arriving", "forward(rows, arriving"),
         ("[order.argsort()]", "[order]"),
-        ("gradient / averaged", "gradient"),
+        ("gradient * parallel.tp / parallel.ep", "gradient"),
         ("AllToAll.apply(out, received", "AllToAll.apply(out.detach(), received"),
         ("p.to_local(grad_placements=[Partial()])", "p.to_local()"),
     ],

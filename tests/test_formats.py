@@ -187,7 +187,7 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
 
 def test_metas_format_has_no_qwen(tmp_path):
     for config in (QWEN2, QWEN3, replace(QWEN3, qk_norm=False), MIXTRAL):
-        with pytest.raises(UserError, match=r"no qkv_bias, qk_norm and head_dim|like mixtral"):
+        with pytest.raises(UserError, match="no qkv_bias, qk_norm and head_dim"):
             formats.save_meta(tmp_path, config, {})
 
 
