@@ -9,7 +9,6 @@ that loads its shard of a 70B model holds one full matrix at a time beside its s
 """
 
 import functools
-import itertools
 import json
 import re
 import sys
@@ -327,13 +326,13 @@ def save_hf(
     transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
     always written: if it were left out, transformers would stop at token 2."""
     files, file_bytes = [{}], 0
-    parts = (to_hf_parts(name, config, weight).items() for name, weight in weights.items())
-    for name, weight in itertools.chain.from_iterable(parts):
-        if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
-            files.append({})
-            file_bytes = 0
-        files[-1][name] = weight
-        file_bytes += weight.nbytes
+    for name, weight in weights.items():
+        for part, tensor in to_hf_parts(name, config, weight).items():
+            if file_bytes and file_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                files.append({})
+                file_bytes = 0
+            files[-1][part] = tensor
+            file_bytes += tensor.nbytes
     file_names = ["model.safetensors"]
     if len(files) > 1:
         n = len(files)

@@ -52,10 +52,10 @@ NAMES = {
         "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
     },
 }
+USED = {"top_k": "num_experts_per_tok"}
 FIELDS = {  # LlamaConfig's fields -> those of config.json, beside formats.HF_FIELDS
-    "mixtral": dict(n_experts="num_local_experts", top_k="num_experts_per_tok"),
-    "qwen3_moe": dict(n_experts="num_experts", top_k="num_experts_per_tok")
-    | dict(ffn_dim="moe_intermediate_size"),
+    "mixtral": USED | dict(n_experts="num_local_experts"),
+    "qwen3_moe": USED | dict(n_experts="num_experts", ffn_dim="moe_intermediate_size"),
 }
 RENAMED = {"num_local_experts": "num_experts"}  # as transformers 5 writes Qwen's
 # The only values that work here: all blocks have experts, whose K weights add up to 1.
@@ -67,9 +67,9 @@ SUPPORTED = {
 
 def model_type(config: LlamaConfig) -> str:
     """Return the model_type of the published models that have such blocks, in any size."""
+    wanted = config.qkv_bias, config.qk_norm, config.n_experts > 0
     for name, (small, _) in MODELS.items():
-        same_attention = (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm)
-        if same_attention and bool(small.n_experts) == bool(config.n_experts):
+        if (small.qkv_bias, small.qk_norm, small.n_experts > 0) == wanted:
             if config.n_experts and config.balance != small.balance:
                 raise UserError("no published model balances experts: train with --balance none")
             return name

@@ -8,8 +8,6 @@ Their tokens differ, as before, and whatever is no expert is split as before, to
     rank 1  tokens 1      │ all-     2 3           rank 5
     rank 2  tokens 2      │ to-all   4 5           rank 6
     rank 3  tokens 3     ─┘          6 7           rank 7
-    rank 4  tokens 4     ─┐          0 1           rank 0
-    ...
 
 In each block a rank (1) tells the others how many rows it has for each of their experts, (2) sends
 the rows, (3) sorts by expert those that arrive, and computes them, (4) sends the results back. All
@@ -66,8 +64,8 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
 
 
 class AllToAll(torch.autograd.Function):
-    """Send x [n, D] in parts of `sent` rows to the ranks of a group; return what they sent, parts
-    of `received` rows. Backward sends the gradient of each row back to where it came from."""
+    """Send x [n, D] in parts of `sent` rows to the ranks of a group, and return what they sent.
+    Backward sends the gradient of each row back to where it came from."""
 
     @staticmethod
     def forward(ctx, x, sent, received, group):

@@ -12,19 +12,17 @@ sorted by expert, so that those of an expert lie next to each other and are mult
 
 Balance. If most tokens choose the same experts, the others learn little, and under expert
 parallelism their ranks wait. So each expert has a bias, which counts in the choice but not in the
-weights, and which falls while the expert gets more than its share (Wang et al. 2024,
-arXiv:2408.15664). The loss has no slope in the bias; in place of a gradient, backward gives it the
-number of tokens that the expert got too many. That is a sum over tokens, as every gradient here is.
-So microbatches, ranks and recomputation add up to the excess of the whole batch, in whole numbers,
-and AdamW, whose step is nearly the sign, does what the paper does. A hook after the optimizer's
-step could do the same, but would have to sum counts over ranks, and to leave out what recomputation
-counts again. The usual auxiliary loss, X sum_x f_x p_x of an expert's share f of the tokens and its
-mean probability p, is a product of two means. The mean of the products of two halves of a batch is
-not the product of its means: how a batch is split would change what is learnt.
+weights, and falls while the expert gets more than its share (Wang et al. 2024, arXiv:2408.15664).
+The loss has no slope in it; in place of a gradient, backward gives it the number of tokens that the
+expert got too many. That is a sum over tokens, as gradients are: microbatches, ranks and
+recomputation add up to the excess of the whole batch, in whole numbers, and AdamW, whose step is
+nearly the sign, does what the paper does. A hook after the optimizer's step would have to sum
+counts over ranks, and to leave out what recomputation counts again. The usual auxiliary loss, X
+sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is a product of two
+means, which two halves of a batch do not add up to: how it is split would change what is learnt.
 
 Use when FLOPs limit a training, and memory, links and text do not: for the time of K feed-forwards
 there are X of them to hold and to train. Avoid with little text, of which each expert sees K / X.
-Letters as in model.py, and X experts, of which a token uses K.
 """
 
 import torch

@@ -38,7 +38,7 @@ from techniques.technique import Technique
 
 # The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
-# FSDP marks for profilers what it does within a block, and in a recomputation it does less.
+# FSDP's marks for profilers: within a block, a recomputation has fewer of them.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
