@@ -160,7 +160,9 @@ def describe_best(plan: Plan, question: Question) -> str:
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
-    if not (plan.machine.measured or plan.machine.caveat):
+    if work.model.config.ffn_uses > 1:
+        sentences.append("No published speed of a model with experts was compared with this.")
+    elif not (plan.machine.measured or plan.machine.caveat):
         spread = SPREAD[kind_of(parallel)]
         sentences.append(
             f"Nine of ten published speeds are within {spread:.0%} of such a prediction (fitted "

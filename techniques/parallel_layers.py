@@ -97,8 +97,8 @@ class VocabularyParallel(RowwiseParallel):
 
 
 class GatherTokens(ParallelStyle):
-    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward. A
-    module that is `by_token` is given those that a rank has, and returns as many."""
+    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward; but
+    a module that is `by_token` is given those that a rank has, and returns as many."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def on_shards(x: DTensor, forward=module.forward) -> DTensor:

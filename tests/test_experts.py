@@ -1,8 +1,10 @@
 """techniques/experts.py and techniques/expert_parallel.py. Splits are in test_exact.py, models of
 transformers in test_model.py, files in test_formats.py."""
 
+import argparse
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ import torch.nn.functional as F
 from conftest import metrics, succeed
 from test_train import flags, same_metrics
 
+from checkpoint import find_checkpoint, load_pretrained, read_config
 from costs.shapes import flops_per_token
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig, swiglu
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 from techniques.experts import EXCESS_SCALE, MixtureOfExperts
+from text.tokenizer import load_tokenizer
 
 SMALL = LlamaConfig(16, 2, 2, 2, 24, 31, n_experts=8)
 
@@ -92,3 +96,30 @@ def test_adapters_stand_beside_attention_alone():
     wide = replace(SMALL, dim=64, head_dim=0)
     with pytest.raises(UserError, match="give --base-bits 16"):
         add_adapters(Llama(wide), replace(lora, targets=["wq"]), base_bits=4)
+
+
+@torch.no_grad()
+def busiest(out: Path, tokens: torch.Tensor) -> list[float]:
+    """Return, for each block of a run's model, the tokens of its busiest expert over the mean."""
+    model, counts = load_pretrained(find_checkpoint(out), torch.float32), []
+    for block in model.layers.values():
+        router = block.feed_forward.router
+        router.register_forward_hook(lambda _, inputs, chosen: counts.append(chosen[2].double()))
+    model(tokens)
+    return [(of_block.max() / of_block.mean()).item() for of_block in counts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_bias_balances_experts(seed, tmp_path):
+    """After 240 steps on Python's standard library, on a part of it."""
+    given = "--model tiny-experts --steps 240 --batch 4 --optimizer adamw --eval-every 0".split()
+    found = {}
+    for balance in ("bias", "none"):
+        out = tmp_path / balance
+        succeed("train.py", *given, "--seed", seed, "--balance", balance, "--out", out, timeout=900)
+        tokenizer = load_tokenizer(read_config(find_checkpoint(out))["tokenizer"])
+        ids = tokenizer.encode(Path(argparse.__file__).read_text())[: 32 * 256]
+        found[balance] = busiest(out, torch.tensor(ids).view(-1, 256))
+    print({name: [f"{ratio:.2f}" for ratio in ratios] for name, ratios in found.items()})
+    assert max(found["bias"]) <= 1.6 and max(found["none"]) > 2
