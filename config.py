@@ -86,6 +86,8 @@ class ParallelConfig:
                    "the same sequences")
     cp: int = flag(1, LAYOUT, "context parallelism: ranks of data parallelism that share each "
                    "sequence, for long ones")
+    ep: int = flag(1, LAYOUT, "expert parallelism: ranks that share one copy of a model's experts, "
+                   "and send each other their tokens")
     pp: int = flag(1, LAYOUT, "pipeline parallelism: ranks that each hold some of the layers and "
                    "pass microbatches on")
     schedule: str = flag("1f1b", LAYOUT, "order of a pipeline's microbatches: gpipe, 1f1b, "
@@ -128,9 +130,10 @@ class ParallelConfig:
     # fmt: on
     @property
     def strategy(self) -> Strategy:
-        """The entry of STRATEGIES. DDP with tensor or pipeline parallelism runs as HSDP with shard
-        = 1: DDP takes no DTensors, and no microbatches that overlap."""
-        return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp * self.pp > 1 else self.dp]
+        """The entry of STRATEGIES. DDP with tensor, expert or pipeline parallelism runs as HSDP
+        with shard = 1: DDP takes no DTensors, and no microbatches that overlap."""
+        splits = self.tp * self.ep * self.pp > 1
+        return STRATEGIES["hsdp" if self.dp == "ddp" and splits else self.dp]
 
     @property
     def size(self) -> int:
@@ -141,16 +144,36 @@ class ParallelConfig:
         """Number of replicas whose gradients are summed in every step; DiLoCo's are not."""
         return 1 if self.strategy.own_steps else self.replicate
 
-    def shards(self, kind: str) -> int:
-        """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state."""
+    @property
+    def expert_shard(self) -> int:
+        """Number of ranks that shard what --ep leaves on a rank of one copy of the experts."""
+        return max(1, self.shard * self.tp // self.ep)
+
+    @property
+    def expert_replicate(self) -> int:
+        return self.replicate * self.shard * self.tp // (self.ep * self.expert_shard)
+
+    def shards(self, kind: str, of: str = "") -> int:
+        """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state;
+        `of` is "expert_" for what --ep leaves on a rank of experts."""
         dim = self.strategy.sharded.get(kind)
-        return getattr(self, dim) if dim else 1
+        return getattr(self, of + dim) if dim else 1
+
+    @property
+    def recomputes(self) -> bool:
+        return self.checkpointing != "none"
 
     def group_size(self, dim: str) -> int:
-        """Number of ranks in a group. `dim` is a dimension of the mesh, "world", or "stage", which
-        means all ranks with the same layers."""
+        """Number of ranks in a group. `dim` is a key of PART_OF, "world", or "stage", which means
+        all ranks with the same layers."""
         sizes = {"world": self.size, "stage": self.size // self.pp}
         return sizes.get(dim) or getattr(self, dim)
+
+    def stride(self, dim: str) -> int:
+        """How far apart neighbours in such a group are."""
+        strides = dict(shard=self.tp, cp=self.tp, replicate=self.tp * self.shard)
+        strides |= dict(pp=self.size // self.pp, expert_shard=self.ep)
+        return (strides | dict(expert_replicate=self.ep * self.expert_shard)).get(dim, 1)
 
     @property
     def grad_bytes(self) -> int:
@@ -166,8 +189,11 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
-# Ranks along the first are farthest apart. cp is no dimension of the mesh, but has groups, too.
-DIMS = ("pp", "replicate", "shard", "cp", "tp")
+# Ranks along the first are farthest apart.
+DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
+OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along some
+# What is said of a dimension holds also for another, along which FSDP shards the experts.
+PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
 RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]

@@ -229,7 +229,9 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
         if attribute not in (TARGETS if base_bits == 4 else lora.targets):
             continue
         if not isinstance(layer, nn.Linear):
-            raise UserError(f"{name} cannot have an adapter: it is no nn.Linear")
+            remedy = f"leave {attribute} out of --targets"
+            remedy = "give --base-bits 16, and " * (base_bits == 4) + remedy
+            raise UserError(f"{name} cannot have an adapter: it is no nn.Linear, so {remedy}")
         layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
         setattr(model.get_submodule(parent), attribute, layer)
 

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from techniques.experts import GroupedLinear, MixtureOfExperts
+
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 
 
@@ -51,6 +53,9 @@ class LlamaConfig:
     head_dim: int = 0  # E; 0 means D / H. Give replace(config, dim=...) head_dim=0, too
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
     qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
+    n_experts: int = 0  # X feed-forwards of width F in a block; 0 means a single one
+    top_k: int = 2  # K of them, which a token uses (techniques/experts.py)
+    balance: str = "bias"  # what evens out how many tokens use each; or "none"
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -65,6 +70,12 @@ class LlamaConfig:
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
                 f"choose n_kv_heads that divides {self.n_heads}"
             )
+        if self.balance not in ("bias", "none"):
+            raise ValueError(f"balance {self.balance}: choose bias or none")
+        if self.n_experts and not 2 <= self.top_k <= self.n_experts:  # a softmax of one score is 1,
+            raise ValueError(  # so that no router would learn
+                f"top_k {self.top_k} of n_experts {self.n_experts}: choose 2 to n_experts as top_k"
+            )
 
     @property
     def q_dim(self) -> int:
@@ -73,6 +84,10 @@ class LlamaConfig:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def ffn_uses(self) -> int:
+        return self.top_k if self.n_experts else 1  # feed-forwards that a token uses
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
@@ -87,6 +102,7 @@ PRESETS = {
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),
+    "tiny-experts": LlamaConfig(96, 4, 4, 2, 144, 2048, tie_embeddings=True, n_experts=8),
     # As published by Meta: D, layers, H, F; KV is 8.
     "llama3-8b": _llama(4096, 32, 32, 14_336, max_seq_len=8192),
     "llama3.2-1b": _llama(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
@@ -94,7 +110,12 @@ PRESETS = {
     "llama3.1-8b": _llama(4096, 32, 32, 14_336, rope_scaling=8.0),
     "llama3.1-70b": _llama(8192, 80, 64, 28_672, rope_scaling=8.0),
     "llama3.1-405b": _llama(16_384, 126, 128, 53_248, rope_scaling=8.0),
-}
+    # As published by Mistral and Qwen: D, layers, H, KV, F, V, longest sequence, norm_eps, theta.
+    "mixtral-8x7b": LlamaConfig(4096, 32, 32, 8, 14_336, 32_000, 32_768, 1e-5, 1e6, n_experts=8,
+                                balance="none"),
+    "qwen3-30b-a3b": LlamaConfig(2048, 48, 32, 4, 768, 151_936, 40_960, 1e-6, 1e6, head_dim=128,
+                                 qk_norm=True, n_experts=128, top_k=8, balance="none"),
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------ RoPE and attention masks
@@ -260,7 +281,8 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, layer)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        mixture = partial(MixtureOfExperts, swiglu=swiglu)
+        self.feed_forward = (mixture if config.n_experts else FeedForward)(config)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
@@ -353,7 +375,8 @@ class Llama(nn.Module):
             parent_path, _, layer_name = path.rpartition(".")
             parent, layer = self.get_submodule(parent_path), self.get_submodule(path)
             value = torch.ones(parameter.shape, device=device or parameter.device)
-            if attribute == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
+            matrices = nn.Linear, nn.Embedding, GroupedLinear
+            if attribute == "weight" and isinstance(layer, matrices):
                 adds_to_stream = layer_name in parent.writes_to_stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))

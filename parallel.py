@@ -18,7 +18,8 @@ Ranks form a mesh of four dimensions, and each kind of parallelism works along s
 The last dimension varies fastest. With 1 x 2 x 2 x 2 ranks, tp joins ranks 0 and 1, shard joins 0
 and 2, and the replicas are 0-3 and 4-7. Ranks that communicate most are nearest: tp within a node,
 then shard; replicate and pp cross nodes. --cp N adds no dimension: N neighbours along
-replicate x shard share the same sequences (techniques/context_parallel.py).
+replicate x shard share the same sequences (techniques/context_parallel.py). Nor does --ep N: N
+neighbours along replicate x shard x tp share a copy of the experts (techniques/expert_parallel.py).
 
 FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives each rank the rows
 [D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
@@ -35,7 +36,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ from techniques import (
     chunked_loss,
     context_parallel,
     diloco,
+    expert_parallel,
     float8,
     offload,
     optimizers,
@@ -87,6 +89,8 @@ class World(Process):
     mesh: DeviceMesh
     cp_mesh: DeviceMesh | None = None  # the ranks that share its sequences; None without --cp
     stage_group: dist.ProcessGroup | None = None  # the ranks with its layers; None without --pp
+    expert_mesh: DeviceMesh | None = None  # the same ranks, as --ep divides experts over them
+    own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # beside the mesh's
 
     @property
     def data_size(self) -> int:
@@ -127,15 +131,18 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
-    cp_mesh = stage_group = None
+    place, groups = dict.fromkeys(("cp_mesh", "stage_group", "expert_mesh")), {}
     if parallel.cp > 1:  # new groups, even where replicate or shard has the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()  # tp moves behind pp
         group, _ = dist.new_subgroups_by_enumeration(ranks)
-        cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
+        place["cp_mesh"] = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
+        groups["cp"] = group
     if parallel.pp > 1:
-        stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
-    place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
-    return World(**vars(process) | place)
+        ranks = mesh.mesh.flatten(1).tolist()
+        place["stage_group"], _ = dist.new_subgroups_by_enumeration(ranks)
+    if parallel.ep > 1:
+        place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
+    return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
@@ -144,6 +151,7 @@ BEFORE_TP = [
     float8.TECHNIQUE,  # matrix products in 8 bits
 ]
 AFTER_TP = [
+    expert_parallel.TECHNIQUE,  # shards experts over ranks with different tokens
     async_tp.TECHNIQUE,  # stops the compiler from delaying messages; see tensor_parallel
     chunked_loss.TECHNIQUE,  # computes the loss for some tokens at a time
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
@@ -151,8 +159,8 @@ AFTER_TP = [
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 # Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
-# the same functions `refuses` and `suggests`.
-DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
+# the same functions `refuses` and `suggests`. Experts may be refused without --ep, too.
+DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
 def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
@@ -162,8 +170,10 @@ def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[
 def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
     that a script adds to the lists above, such as LoRA."""
-    refusers = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
-    reasons = (refuser.refuses(work) for refuser in refusers)
+    used = used_techniques(work.parallel)
+    if work.model.config.n_experts and (flags := [t.flag for t in used if t.only_linear]):
+        return f"--{flags[0].replace('_', '-')} is not for the products of experts: leave it out"
+    reasons = (refuser.refuses(work) for refuser in (*DIVIDE_SIZES, *used, *more))
     return next(filter(None, reasons), "")
 
 
@@ -290,9 +300,9 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     only slices of gradients cross. Avoid both when DDP fits, except HSDP where
     nodes have a slow link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    replicate_dims = ("replicate",) if parallel.replicas > 1 else ()
+    dims = ("replicate", "shard") if parallel.replicas > 1 else ("shard",)
     options = dict(
-        mesh=world.mesh[(*replicate_dims, "shard")],
+        mesh=world.mesh[dims],
         mp_policy=MixedPrecisionPolicy(
             param_dtype=parallel.dtype,
             reduce_dtype=torch.promote_types(parallel.dtype, torch.float32),
@@ -303,8 +313,12 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if parallel.reshard == "adapters":
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+    reshards = dict(reshard_after_forward=parallel.reshard != "none")
     for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=parallel.reshard != "none", **options)
+        if parallel.ep > 1:  # a unit of its own, over the ranks that hold the same experts
+            own_mesh = world.expert_mesh[tuple(f"expert_{dim}" for dim in dims)]
+            fully_shard(block.feed_forward.experts, **options | reshards | {"mesh": own_mesh})
+        fully_shard(block, **options, **reshards)
     # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     return model
@@ -376,6 +390,7 @@ PLAN = {
     "layers.*.feed_forward.w1": COLUMNS,
     "layers.*.feed_forward.w3": COLUMNS,
     "layers.*.feed_forward.w2": ROWS,
+    **expert_parallel.PLAN,  # of a feed-forward with experts
     "norm": NORM,
     "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
 }

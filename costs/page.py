@@ -30,7 +30,7 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     """Return two numbers of elements, of w bytes, for a token and block: those saved for backward,
     and those that activation checkpointing recomputes there. Techniques save `more`."""
     c, p, tp = work.model.config, work.parallel, work.parallel.tp
-    D, F, Q, KV, w = c.dim, c.ffn_dim, c.q_dim, c.kv_dim, p.weight_bytes
+    D, F, Q, KV, w = c.dim, c.ffn_dim * c.ffn_uses, c.q_dim, c.kv_dim, p.weight_bytes
     trains_all = work.model.tok_embeddings.weight.requires_grad
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
@@ -39,14 +39,17 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
     if work.mask_width:  # the mask's row; k and v, repeated for each query head
         everything += work.mask_width + 2 * (Q - KV) / tp
-    if not p.compile:  # silu(gate); autocast rounds x for each of 5 products, not for 2
+    several = c.ffn_uses > 1  # feed-forwards: then also their inputs and outputs are saved
+    everything += 2 * D * c.ffn_uses * several / tp
+    if not p.compile or several:  # silu(gate); autocast rounds x for each of 5 products, not for 2
         everything += F / tp + (3 * D if autocasts else 0)
     if not work.fused:  # inputs of norms, and x before their weights, in float32
         in_float32 = max(4, w) / w
         everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
     n_saved = {
         "none": everything,
-        "selective": D + (stream + Q + KV + F + 2 * D * (tp > 1)) / tp,  # see recompute.py
+        "selective": D
+        + (stream + Q + KV + F * (not several) + 2 * D * (tp > 1)) / tp,  # see recompute.py
         "full": stream / tp,  # the block's input
     }[p.checkpointing]
     return n_saved, everything - n_saved
@@ -61,16 +64,17 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     if pp_rank is None:  # those between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
     part, wide = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), max(4, p.weight_bytes)
-    D, F, V, g, w = c.dim, c.ffn_dim, c.vocab_size / p.tp, p.grad_bytes, p.weight_bytes
-    root, block = units(part, p, max(map(p.shards, EVERYTHING)))
-    L, trained = block.copies, root.trained + block.copies * block.trained
-    frozen = root.frozen + L * block.frozen
-    frozen_shards = 1 if p.reshard == "adapters" else p.shards("parameters")
-    state = {
-        "parameters": trained * g / p.shards("parameters") + frozen / frozen_shards,
-        "gradients": trained * g / p.shards("gradients"),
-        "optimizer": 2 * trained * p.moment_bytes / p.shards("optimizer"),
-    }
+    D, F, V = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size / p.tp
+    g, w = p.grad_bytes, p.weight_bytes
+    root, *of_blocks = all_units = units(part, p, max(map(p.shards, EVERYTHING)))
+    L, trained, frozen = len(part.layers), 0, 0
+    state = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
+    for unit in all_units:
+        trained, frozen = trained + unit.copies * unit.trained, frozen + unit.copies * unit.frozen
+        frozen_shards = 1 if p.reshard == "adapters" else p.shards("parameters", unit.kind)
+        state["parameters"] += unit.copies * unit.frozen / frozen_shards
+        for kind, width in zip(state, (g, g, 2 * p.moment_bytes)):
+            state[kind] += unit.copies * unit.trained * width / p.shards(kind, unit.kind)
     more = Counter()
     for technique in (*used_techniques(p), lora.TECHNIQUE):
         more.update(technique.holds(part, work))
@@ -81,10 +85,11 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     if p.strategy.uses_fsdp:
         sums = sums / p.shard if p.reshard == "all" else sums
         keeps_all = p.reshard == "none" or p.shard == 1  # else two blocks at a time
-        gathered = root.gathered + block.gathered * (L if keeps_all else min(2, L))
+        in_block = sum(unit.gathered for unit in of_blocks)
+        gathered = root.gathered + in_block * (L if keeps_all else min(2, L))
     else:  # autocast's copies: a compiled block that recomputes makes them for each product anew
         blocks = 1 if p.compile and p.checkpointing != "none" else L
-        gathered = (root.trained + blocks * block.trained) * w if w < g else 0
+        gathered = (root.trained + blocks * of_blocks[0].trained) * w if w < g else 0
 
     # Activations of the blocks (of all microbatches under way in a pipeline) and of the loss.
     block_saved, recomputed = (N * w * n for n in saved(work, more["saved"]))
@@ -139,12 +144,15 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     times = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
     if p.strategy.uses_fsdp:
         # The root is gathered once a microbatch (in a pipeline once a step), a block twice.
-        for unit, uses in zip(units(part, p, p.shard), (m if p.pp == 1 else 1, 2 * m)):
-            uses = 1 if p.reshard == "none" else uses
-            yield "shard", "all-gather", unit.copies * uses, unit.gathered
-            yield "shard", "reduce-scatter", unit.copies * times, unit.trained * g
+        root, *of_blocks = units(part, p, p.shard)
+        for unit in (root, *of_blocks):
+            uses = (m if p.pp == 1 else 1) if unit is root else 2 * m
+            uses, kind = 1 if p.reshard == "none" else uses, unit.kind
+            yield f"{kind}shard", "all-gather", unit.copies * uses, unit.gathered
+            yield f"{kind}shard", "reduce-scatter", unit.copies * times, unit.trained * g
             if p.replicas > 1:
-                yield "replicate", "all-reduce", unit.copies, unit.trained * g // p.shard
+                own = unit.trained * g // p.group_size(f"{kind}shard")
+                yield f"{kind}replicate", "all-reduce", unit.copies, own
     else:  # DDP sends buckets of 25 MiB; ZeRO-1 sends each parameter, padded to divide
         is_zero1 = bool(p.strategy.sharded)
         root_and_block = units(part, p, p.replicate if is_zero1 else 1)
@@ -161,7 +169,7 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     """Yield such entries for the residual stream over tp and pp, and for k and v over cp."""
     c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
-    w, again = p.weight_bytes, p.checkpointing != "none"
+    w, again = p.weight_bytes, p.recomputes
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again), kv
     yield "cp", "reduce-scatter", m * L, kv

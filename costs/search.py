@@ -252,14 +252,17 @@ def every_plan(
     products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
     `techniques` are those that parallelism does not know."""
     config = work.model.config
+    sizes_of_ep = divisors(math.gcd(gpus, config.n_experts)) if config.n_experts else [1]
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
     sizes = list(itertools.product(tp_sizes(config, gpus), divisors(gpus)))
     for tp, pp in with_progress(sizes, "plans"):
         ranks, rest = divmod(gpus, tp * pp)
         if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
             continue
-        for (dp, shard), (cp, microbatch) in itertools.product(
-            data_parallel_choices(wanted["dp"], ranks), shares_of_batch(ranks, work, wanted["cp"])
+        for (dp, shard), (cp, microbatch), ep in itertools.product(
+            data_parallel_choices(wanted["dp"], ranks),
+            shares_of_batch(ranks, work, wanted["cp"]),
+            sizes_of_ep,
         ):
             microbatches = work.batch * cp // ranks // microbatch
             if microbatches < pp:  # ranks of the pipeline would wait half of the time
@@ -271,7 +274,7 @@ def every_plan(
                     reshards.append("all")
             if shard > 1 and frozen:
                 reshards.append("adapters")
-            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, dp=dp)
+            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, ep=ep, dp=dp)
             for activations, reshard, (schedule, v) in itertools.product(
                 ACTIVATIONS.values(), reshards, PIPELINES if pp > 1 else PIPELINES[:1]
             ):

@@ -10,7 +10,7 @@
                orthogonalize, and what ranks send each other for them
     cpu        by how much copies of offloaded activations to the CPU take longer than forward, and
                copies back longer than backward
-    tp, cp, shard, replicate    what is not hidden of the collectives over each dimension
+    tp, cp, ep, shard, replicate    what is not hidden of the collectives over each dimension
     pp         the time that a rank of a pipeline waits for other stages: what the schedule leaves
                idle if all stages take as long as its own, and a message each way between each two
                ranks. Parts are the busiest rank's
@@ -19,8 +19,8 @@ Hidden is over `shard` as much as computation takes, since FSDP all-gathers the 
 block, and reduce-scatters the gradients of the one before, while a block computes; but not the
 first and the last call of each. Over `replicate` as much as the last microbatch's backward takes,
 but not the last call, nor ZeRO-1's all-gather of updated weights, which comes after the optimizer.
-Over `tp` and `cp` nothing, as the next operation needs the result; but messages of --async-tp as
-much as half of the products, beside which they travel. gloo hides nothing.
+Over `tp`, `cp` and `ep` nothing, as the next operation needs the result; but messages of --async-tp
+as much as half of the products, beside which they travel. gloo hides nothing.
 
 What products, attention and links reach is fitted to published steps (REACHED in machines.py); the
 constants below are assumptions that such steps do not tell apart. Letters as in page.py.
@@ -29,7 +29,7 @@ constants below are assumptions that such steps do not tell apart. Letters as in
 import functools
 import math
 
-from config import ParallelConfig, Work
+from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, saved, sends
 from parallel import used_techniques
@@ -53,21 +53,24 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     """Return the seconds of forward and backward of a microbatch on one rank, by part, without
     communication: of a `stage` of a pipeline, which is the whole model where there is none."""
     c, p = work.model.config, work.parallel
-    D, F, V, Q, KV, w = c.dim, c.ffn_dim, c.vocab_size, c.q_dim, c.kv_dim, p.weight_bytes
+    D, F, V, Q, KV = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size, c.q_dim, c.kv_dim
+    w, several = p.weight_bytes, c.ffn_uses > 1  # feed-forwards of a token
     stages, gain = p.pp * p.stages_per_rank, math.prod(t.gain for t in used_techniques(p))
     L = len(layers_of(stage, stages, c.n_layers))
     V = V if stage == stages - 1 else 0
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
-    # the square. Selective checkpointing repeats wq, wv and w1, full all.
+    # the square. Selective checkpointing repeats wq, wv and w1, or all experts; full all.
     block, output = 2 * (2 * D * (Q + KV) + 3 * D * F), 2 * D * V
     attention = 2 * (work.document or work.seq_len) * Q
-    again = {"none": (0, 0), "selective": (2 * D * (Q + KV + F), 0), "full": (block, attention)}
+    repeated = 2 * D * (Q + KV + (3 * F if several else F))
+    again = {"none": (0, 0), "selective": (repeated, 0), "full": (block, attention)}
     block_again, attention_again = again[p.checkpointing]
     # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
-    # are any, 2 (Q + KV) each, SwiGLU 3 F. Backward moves twice as many. Softmax, exponential and
+    # are any, 2 (Q + KV) each, SwiGLU 3 F; rows that are copied to experts and added up again, 8 D
+    # for each. Backward moves twice as many. Softmax, exponential and
     # gradient of the loss: each reads and writes V, in float32 but for two of them.
-    elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F
+    elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
     passes = 3 if p.checkpointing == "none" else 4
     moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR) + (2 * w + 16) * V
 
@@ -99,7 +102,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     traffic, state = sends(work, busiest), holds(work, busiest)
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     messages = {key: nbytes for key, (_, nbytes) in traffic.items() if key[1] != "all-to-all"}
-    copied = sum(nbytes for (dim, _), nbytes in messages.items() if dim in ("shard", "cp"))
+    copied = sum(n for (dim, _), n in messages.items() if PART_OF.get(dim) in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
     parts["optimizer"] = updated_bytes(state) / machine.bandwidth
     if p.optimizer == "muon":
@@ -113,26 +116,27 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["cpu"] = waits if p.offload_activations else 0.0
     hides = {  # seconds behind which the collectives of a dimension can hide
         "tp": parts["products"] / 2,  # messages of --async-tp alone
-        "cp": 0.0,
         "shard": forward + backward,
         "replicate": backward / m,
     }
-    exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
-    parts |= dict.fromkeys(hides, 0.0)
+    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
+    parts |= dict.fromkeys((*hides, *OWN_GROUPS), 0.0)
     hideable = dict.fromkeys(hides, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, p, machine)
-        if collective == "all-to-all":  # Muon's
+        part = PART_OF.get(dim, dim)
+        if collective == "all-to-all" and dim not in OWN_GROUPS:  # Muon's
             parts["optimizer"] += calls * seconds
         elif dim != "pp":
-            parts[dim] += calls * seconds
+            parts[part] += calls * seconds
             follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
-            if not follows_update and (dim != "tp" or collective == "send"):
-                hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
+            hides_at_all = part in hides and (dim != "tp" or collective == "send")
+            if hides_at_all and not follows_update:
+                hideable[part] += max(0, calls - exposed_calls[part]) * seconds
     for dim in hides if machine.overlaps else ():
         parts[dim] -= min(hideable[dim], hides[dim])
     if p.pp > 1:
-        waits = parts["tp"] + parts["cp"]
+        waits = parts["tp"] + sum(parts[dim] for dim in OWN_GROUPS)
         parts["pp"] = bubble_time(work, forward + backward, waits, traffic, machine)
     return parts
 
@@ -173,12 +177,13 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: boo
 
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     """Return what a rank puts on its links where collectives run in rings of n ranks, as NCCL's do:
-    of a payload (n-1)/n, for an all-reduce twice; of a message, or an all-to-all, all. gloo's
+    of a payload (n-1)/n, for an all-reduce twice; of a message or Muon's all-to-all, all. gloo's
     reduce-scatter sends as much as an all-reduce, twice what is counted here."""
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
         n = parallel.group_size(dim)
-        share = 1 if collective in ("send", "all-to-all") else (n - 1) / n
+        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
+        share = 1 if collective == "send" or is_muons else (n - 1) / n
         sent += share * payload * (2 if collective == "all-reduce" else 1)
     return round(sent)
 
@@ -201,6 +206,7 @@ def collective_time(
     if collective == "send":  # to one other rank, which may be in another node
         return machine.latency + nbytes / (machine.node_link if nodes == 1 else machine.link)
     if collective == "all-to-all":
+        nbytes *= (n - 1) / n if dim in OWN_GROUPS else 1  # of Muon's, only what leaves counts
         to_node, across = ((part / (n - 1)) * nbytes for part in (in_node - 1, n - in_node))
         return machine.latency + max(to_node / machine.node_link, across / machine.link)
     rounds = 2 if collective == "all-reduce" else 1
@@ -210,8 +216,5 @@ def collective_time(
 
 def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
-    tp, replica = parallel.tp, parallel.tp * parallel.shard
-    # How far apart the ranks of a group are, as ranks are in row-major order of the mesh.
-    strides = {"shard": tp, "cp": tp, "replicate": replica, "pp": parallel.group_size("stage")}
-    n, stride = parallel.group_size(dim), strides.get(dim, 1)
+    n, stride = parallel.group_size(dim), parallel.stride(dim)
     return n, max(1, math.gcd(n * stride, per_node) // stride)

@@ -19,6 +19,7 @@ class Unit(NamedTuple):
     trained: int  # elements
     frozen: int  # bytes
     gathered: int  # bytes to compute with: trained elements rounded, frozen ones if sharded
+    kind: str = ""  # "expert_": it is sharded over mesh dimensions with this before their names
 
 
 @functools.lru_cache(256)
@@ -53,19 +54,28 @@ def elements(module: nn.Module, path: str, tp: int, w: int, shards: int) -> tupl
     return trained, frozen
 
 
-def units(part: Llama, parallel: ParallelConfig, shards: int) -> tuple[Unit, Unit]:
-    """Return the root of a rank's part of a model, and its blocks, which are taken to be alike."""
+def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
+    """Return the root of a rank's part of a model, and its blocks, which are taken to be alike;
+    under --ep also the experts of the blocks."""
     size = parallel.tp, parallel.weight_bytes, shards
     L, (number, block) = len(part.layers), next(iter(part.layers.items()))
     each, each_frozen = elements(block, f"layers.{number}", *size)
     whole, whole_frozen = elements(part, "", *size)
     root, root_frozen = whole - L * each, whole_frozen - L * each_frozen
 
-    def unit(copies: int, trained: int, frozen: int) -> Unit:
+    def unit(copies: int, trained: int, frozen: int, kind: str = "") -> Unit:
         gathered_frozen = 0 if parallel.reshard == "adapters" else frozen
-        return Unit(copies, trained, frozen, trained * parallel.weight_bytes + gathered_frozen)
+        gathered = trained * parallel.weight_bytes + gathered_frozen
+        return Unit(copies, trained, frozen, gathered, kind)
 
-    return unit(1, root, root_frozen), unit(L, each, each_frozen)
+    experts = []
+    if parallel.ep > 1:  # and not over tp and shard
+        place = block.feed_forward.experts, f"layers.{number}.feed_forward.experts"
+        inside, inside_frozen = elements(*place, *size)
+        each, each_frozen = each - inside, each_frozen - inside_frozen
+        size = parallel.ep, parallel.weight_bytes, parallel.expert_shard
+        experts = [unit(L, *elements(*place, *size), "expert_")]
+    return [unit(1, root, root_frozen), unit(L, each, each_frozen), *experts]
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -84,4 +94,7 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
             weights += per_weight * layer.in_features * layer.out_features
             of_adapter = (p for name, p in layer.named_parameters() if name.startswith("lora_"))
             weights += 6 * sum(p.numel() for p in of_adapter)
+        elif hasattr(layer, "used"):  # of its stacked matrices, by a token
+            per_weight = 6 if layer.weight.requires_grad else 4
+            weights += per_weight * layer.used * layer.weight[0].numel()
     return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len

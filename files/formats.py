@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,38 @@ HF_NAMES = {
 }
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
     """Return Hugging Face's name of a weight or a bias.
 
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
     match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(weight|bias)", name)
-    if not match or match[2] not in HF_NAMES:
+    if not match or match[2] not in names:
         raise UserError(f"a published Llama has no parameter like {name} of model.py")
-    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.{match[3]}"
+    return f"{'model.' if match[1] else ''}{match[1]}{names[match[2]]}.{match[3]}"
+
+
+def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
+    """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
+    others = published.NAMES.get(published.model_type(config), {})
+    found = hf_name(name, HF_NAMES | others)
+    return [found.format(i) for i in range(shape[0])] if "{}" in found else [found]
+
+
+def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
+    """Return a parameter as Hugging Face stores it, by its names there."""
+    first, *others = names = hf_names(name, config, weight.shape)
+    if not others:
+        return {first: weight.map(partial(to_hf_rows, name, config))}
+
+    def one(i: int) -> StoredTensor:
+        return replace(weight, shape=weight.shape[1:], read=lambda: _last_read(weight)[i].clone())
+
+    return {part: one(i) for i, part in enumerate(names)}
+
+
+@functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
+def _last_read(weight: StoredTensor) -> Tensor:
+    return weight.read()
 
 
 def reorder_rows(
@@ -111,7 +136,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
     """Raise UserError if model.py no longer is a published Llama or Qwen: if it has other weights
     or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
     for name in weights:
-        hf_name(name)
+        hf_names(name, config, (1,))
     rows = weights["tok_embeddings.weight"].shape[0]
     if rows != config.vocab_size:
         raise UserError(
@@ -202,27 +227,31 @@ def hf_config(directory: Path) -> LlamaConfig:
         known = ", ".join(published.MODELS)
         raise UserError(f"{path} has model_type {kind}: only {known} work here")
     small, _ = published.MODELS[kind]
+    fields = HF_FIELDS | published.FIELDS.get(kind, {})
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    supported |= published.SUPPORTED.get(kind, {})
     defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
     defaults["num_key_value_heads"] = content.get("num_attention_heads")
+    defaults |= {old: content[new] for new, old in published.RENAMED.items() if new in content}
     content.update(defaults | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
     width = content.get("head_dim")  # not in every Llama's
-    return llama_config(
+    config = llama_config(
         content,
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
         qk_norm=small.qk_norm,
         qkv_bias=small.qkv_bias,
         **({} if width is None else {"head_dim": width}),
-        **{name: content[key] for name, key in HF_FIELDS.items()},
+        **{name: content[key] for name, key in fields.items()},
     )
+    return replace(config, balance=small.balance)
 
 
 @functools.cache
@@ -261,11 +290,20 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
         if embedding and not torch.equal(output.read(), embedding.read()):
             raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
 
-    shapes = parameter_shapes(config)
-    check_weights(found, {hf_name(name): shape for name, shape in shapes.items()}, directory)
-    return config, {
-        name: found[hf_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
-    }
+    weights, expected = {}, {}
+    for name, shape in parameter_shapes(config).items():
+        names = hf_names(name, config, shape)
+        expected |= dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
+
+        def read(name: str = name, names: list[str] = names) -> Tensor:
+            tensors = [found[part].read() for part in names]
+            whole = torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+            return to_meta_rows(name, config, whole)
+
+        dtype = found[names[0]].dtype if names[0] in found else torch.float32  # else refused below
+        weights[name] = StoredTensor(dtype, shape, read)
+    check_weights(found, expected, directory)
+    return config, weights
 
 
 def save_hf(
@@ -277,11 +315,12 @@ def save_hf(
     always written: if it were left out, transformers would stop at token 2."""
     files, file_bytes = [{}], 0
     for name, weight in weights.items():
-        if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
-            files.append({})
-            file_bytes = 0
-        files[-1][hf_name(name)] = weight.map(partial(to_hf_rows, name, config))
-        file_bytes += weight.nbytes
+        for part, tensor in to_hf_parts(name, config, weight).items():
+            if file_bytes and file_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                files.append({})
+                file_bytes = 0
+            files[-1][part] = tensor
+            file_bytes += tensor.nbytes
     file_names = ["model.safetensors"]
     if len(files) > 1:
         n = len(files)
@@ -299,10 +338,12 @@ def save_hf(
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
     kind = published.model_type(config)
+    fields = HF_FIELDS | published.FIELDS.get(kind, {})
     content = SUPPORTED | {
         "model_type": kind,
-        "architectures": [f"{kind.title()}ForCausalLM"],
-        **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        **{key: getattr(config, name) for name, key in fields.items()},
+        **published.SUPPORTED.get(kind, {}),
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
@@ -407,7 +448,9 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
     of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
     if published.model_type(config) != "llama" or config.q_dim != config.dim:
-        raise UserError("Meta's format has no qkv_bias, qk_norm and head_dim: export to another")
+        raise UserError(
+            "Meta's format has no qkv_bias, qk_norm and head_dim, nor others: export to another"
+        )
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

@@ -60,7 +60,9 @@ def save_gguf(
     Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
     `qwen2` and `qwen3`."""
     dtype = dtype or weights["tok_embeddings.weight"].dtype
-    if (kind := model_type(config)) != "llama":
+    if (kind := model_type(config)) not in ("llama", "qwen2", "qwen3"):
+        raise UserError(f"--format gguf is not written for models like {kind}: give --format hf")
+    if kind != "llama":
         if config.rope_scaling != 1.0:
             raise UserError(f"llama.cpp's {kind} has no scaled RoPE: give --format hf")
         weights = {n: w.map(partial(to_hf_rows, n, config)) for n, w in weights.items()}

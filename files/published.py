@@ -29,15 +29,52 @@ MODELS = {
         replace(CONFIG, head_dim=12, qk_norm=True),
         (0.375690, 1.428518, 0.098595, 1.908493),
     ),
+    "mixtral": (
+        replace(CONFIG, n_experts=4, balance="none"),
+        (0.275464, -1.846293, 3.516261, -0.608938),
+    ),
+    "qwen3_moe": (
+        replace(CONFIG, head_dim=12, qk_norm=True, n_experts=8, top_k=3, balance="none"),
+        (1.943468, -0.576003, 0.918020, 0.937743),
+    ),
+}
+# Of models with experts, by model_type: names in files, beside formats.HF_NAMES. {} is the number
+# of an expert, each of which has a matrix of its own there.
+NAMES = {
+    "mixtral": {
+        "feed_forward.router": "block_sparse_moe.gate",
+        **{f"feed_forward.experts.w{i}": f"block_sparse_moe.experts.{{}}.w{i}" for i in (1, 2, 3)},
+    },
+    "qwen3_moe": {
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+    },
+}
+USED = {"top_k": "num_experts_per_tok"}
+FIELDS = {  # LlamaConfig's fields -> those of config.json, beside formats.HF_FIELDS
+    "mixtral": USED | dict(n_experts="num_local_experts"),
+    "qwen3_moe": USED | dict(n_experts="num_experts", ffn_dim="moe_intermediate_size"),
+}
+RENAMED = {"num_local_experts": "num_experts"}  # as transformers 5 writes Qwen's
+# The only values that work here: all blocks have experts, whose K weights add up to 1.
+SUPPORTED = {
+    "mixtral": dict(sliding_window=None),
+    "qwen3_moe": dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
 }
 
 
 def model_type(config: LlamaConfig) -> str:
     """Return the model_type of the published models that have such blocks, in any size."""
+    wanted = config.qkv_bias, config.qk_norm, config.n_experts > 0
     for name, (small, _) in MODELS.items():
-        if (small.qkv_bias, small.qk_norm) == (config.qkv_bias, config.qk_norm):
+        if (small.qkv_bias, small.qk_norm, small.n_experts > 0) == wanted:
+            if config.n_experts and config.balance != small.balance:
+                raise UserError("no published model balances experts: train with --balance none")
             return name
-    raise UserError("no published model has qkv_bias and qk_norm: other programs cannot load it")
+    other = "experts" if config.n_experts else "qk_norm"
+    raise UserError(f"no published model has qkv_bias and {other}: other programs cannot load it")
 
 
 @functools.cache

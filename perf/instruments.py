@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import ParallelConfig, Work
+from config import PART_OF, ParallelConfig, Work
 from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
@@ -159,9 +159,9 @@ class Counted(Instrument):
         self.sent: Traffic = {}
         self.attentions = 0
         self.group_names = {}  # ranks of a group -> its name
-        self.cp_group = ""  # torch's name for it: the same ranks may also be a group of the mesh
+        self.own_groups = {}  # torch's names of groups whose ranks may also be a group of the mesh
         if world:
-            self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
+            self.own_groups = {group.group_name: dim for dim, group in world.own_groups.items()}
             groups = {"stage": world.stage_group, "world": None}
             groups |= {dim: world.mesh.get_group(dim) for dim in world.mesh.mesh_dim_names}
             for name, group in groups.items():  # the last of several names counts
@@ -180,12 +180,13 @@ class Counted(Instrument):
         )
         if name == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
             name = "send"
-        if name == "alltoall_base_":  # but here what goes to others
+        own_dim = self.own_groups.get(group.group_name)
+        dim = own_dim or self.group_names.get(ranks, ranks)
+        if name == "alltoall_base_":
             _, given, _, _, to_each = args[:5]
-            payload = given.nbytes - to_each[group.rank()] * given.itemsize
+            kept = to_each[group.rank()] * given[:1].nbytes if to_each and not own_dim else 0
+            payload = given.nbytes - kept  # of Muon's, what goes to others counts
             name = "all-to-all"
-        is_cp = group.group_name == self.cp_group
-        dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
         letters = name.replace("_", "")
         known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
         key = dim, next(known, name)
@@ -349,12 +350,15 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
     which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
     stops its collectives."""
     device, backend_types = world.device, dist.ProcessGroup.BackendType
+    groups = {dim: world.mesh.get_group(dim) for dim in world.mesh.mesh_dim_names}
+    groups |= world.own_groups
     with contextlib.ExitStack() as undo:
-        for dim in dims:
+        for dim, group in groups.items():
+            if PART_OF[dim] not in dims:
+                continue
             if dim == "replicate" and isinstance(runner, DistributedDataParallel):
                 undo.enter_context(runner.no_sync())
                 continue
-            group = (world.cp_mesh if dim == "cp" else world.mesh[dim]).get_group()
             real, options = group._get_backend(device), FakeProcessGroup.Options()
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
             # A type that no real backend has: a group keeps the first backend of each type.

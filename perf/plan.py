@@ -10,6 +10,7 @@ best plan and the command that starts it; then a table has the best plan of each
 loses.
 """
 
+import contextlib
 import gc
 import math
 from collections.abc import Iterator
@@ -159,7 +160,9 @@ def describe_best(plan: Plan, question: Question) -> str:
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
-    if not (plan.machine.measured or plan.machine.caveat):
+    if work.model.config.ffn_uses > 1:
+        sentences.append("No published speed of a model with experts was compared with this.")
+    elif not (plan.machine.measured or plan.machine.caveat):
         spread = SPREAD[kind_of(parallel)]
         sentences.append(
             f"Nine of ten published speeds are within {spread:.0%} of such a prediction (fitted "
@@ -173,7 +176,8 @@ def name_of(plan: Plan) -> str:
     copy, and other dimensions with more than one rank."""
     parallel = plan.work.parallel
     copies = [n for n in (parallel.replicate, parallel.shard) if n > 1] or [1]
-    others = {dim: getattr(parallel, dim) for dim in ("tp", "cp", "pp")}
+    dims = [dim for dim in reversed(DIMS) if dim not in ("replicate", "shard")]
+    others = {dim: getattr(parallel, dim) for dim in dims}
     sizes = [f"{parallel.dp} {' x '.join(map(str, copies))}"]
     return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
 
@@ -314,8 +318,9 @@ def savings(question: Question) -> Iterator[tuple[str, str, Question]]:
     smaller = replace(work.parallel, **LESS_STATE)
     yield "state", flags_of(smaller, work.parallel), changed(parallel=smaller)
     if not lora:
-        yield "adapters", "--lora", with_adapters(LoRA())
-        yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
+        with contextlib.suppress(UserError):  # of matrices that can have no adapter
+            yield "adapters", "--lora", with_adapters(LoRA())
+            yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
     elif not question.in_4_bits:
         yield "base", "--base-bits 4", with_adapters(lora, base_bits=4)
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):

@@ -277,6 +277,10 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
     loss.backward()
     # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
     trained = {n: p for n, p in reversed([*model.named_parameters()]) if p.requires_grad}
+    for name in [*trained]:
+        path, _, attribute = name.rpartition(".")
+        if attribute in getattr(model.get_submodule(path), "no_slope", ()):  # nor meant to be
+            del trained[name]
     for name, parameter in trained.items():
         if parameter.grad is None:
             raise UserError(

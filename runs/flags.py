@@ -1,13 +1,14 @@
 """Command-line flags: the groups that scripts share."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from config import FLAGS, add_parallel_flags
 from data import add_reading_flags
 from lora import TARGETS
-from model import PRESETS
+from model import PRESETS, LlamaConfig
 from plumbing.parser import (
     Parser,
     duration,
@@ -20,7 +21,10 @@ from plumbing.parser import (
 from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
-MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
+# Fields of LlamaConfig whose flags replace the preset's value: integers and strings.
+SIZES = (f for f in fields(LlamaConfig) if type(f.default) in (int, str))
+FOLLOW = "vocab_size", "max_seq_len", "head_dim"  # from the tokenizer, or from other fields
+MODEL_FLAGS = {f.name: type(f.default) for f in SIZES if f.name not in FOLLOW}
 
 # fmt: off
 
@@ -38,8 +42,8 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of train.py: model, data, and everything that all training scripts share."""
     add = parser.add_argument_group("model").add_argument
     add("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
-    for name in MODEL_SIZES:
-        add(f"--{name.replace('_', '-')}", type=positive_int,
+    for name, kind in MODEL_FLAGS.items():
+        add(f"--{name.replace('_', '-')}", type=positive_int if kind is int else kind,
             help=f"{name} of the model, in place of the preset's")
     add("--init", type=Path, metavar="DIR",
         help="initial weights: a checkpoint, or Meta's or Hugging Face's files (default: random)")

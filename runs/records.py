@@ -31,14 +31,14 @@ from parallel import World, used_techniques
 from plumbing.json_files import parse_json
 from plumbing.new_files import write_atomically
 from plumbing.processes import UserError, newest_checkpoint, note_step, print_rank_zero
+from runs.flags import MODEL_FLAGS
 from text.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
 # the same experiment, or refused.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
-    "time_limit val_data exam keep_best microbatch device "
-    "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
+    "time_limit val_data exam keep_best microbatch device model tokenizer "
     "rank alpha dropout rslora targets data_checksum token_offset"
 ).split()
 
@@ -283,7 +283,7 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
     had = before.get("optimizer", "adamw")  # before there was a choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    same_experiment = {*RESUMABLE, *RESUMABLE_FLAGS}
+    same_experiment = {*RESUMABLE, *RESUMABLE_FLAGS, *MODEL_FLAGS}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()

@@ -15,7 +15,7 @@ from model import PRESETS, Llama, LlamaConfig
 from parallel import refusal
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
-from runs.flags import MODEL_SIZES
+from runs.flags import MODEL_FLAGS
 from techniques.technique import Technique
 from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -29,7 +29,7 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
         raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
     found = initial and initial["model"]
     wanted = PRESETS[args.model] if args.model else found or PRESETS["tiny"]
-    given = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
+    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name)}
     if given.keys() & {"dim", "n_heads"}:
         given["head_dim"] = 0  # follows them
     if found:

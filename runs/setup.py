@@ -24,7 +24,7 @@ from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import assign_shard, sharded_over, to_local
 from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
@@ -169,8 +169,9 @@ def counted_by_predicted(work: Work) -> float:
 @torch.no_grad()
 def check_equal_replicas(model: nn.Module, world: World) -> None:
     """Raise UserError if replicas have different weights, for example if a second node has other
-    files. It compares the norm of the weights and the sum of NF4's codes."""
-    weights = [to_local(p) for p in model.parameters()]
+    files. It compares the norm of the weights that a replica shards, and the sum of NF4's codes."""
+    alike = (p for p in model.parameters() if sharded_over(p).keys() <= {"shard", "tp"})
+    weights = [to_local(parameter) for parameter in alike]
     norm = torch.nn.utils.get_total_norm([p for p in weights if p.is_floating_point()])
     codes = sum(p.sum() for p in weights if not p.is_floating_point())  # NF4
     pp, replicate = world.parallel.pp, world.parallel.replicate

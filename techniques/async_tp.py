@@ -248,4 +248,6 @@ def suggests(facts) -> str:
     return facts.waits("tp", "plain collectives", "--async-tp sends while it multiplies")
 
 
-TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, sends=sends, suggests=suggests)
+TECHNIQUE = Technique(
+    "async_tp", keep_messages_early, refuses, sends=sends, suggests=suggests, only_linear=True
+)

@@ -234,5 +234,6 @@ def suggests(facts) -> str:
 
 
 TECHNIQUE = Technique(
-    "float8", use_float8, refuses, sends=sends, gain=GAIN, about=about, suggests=suggests
-)
+    "float8", use_float8, refuses, sends=sends, gain=GAIN, about=about, suggests=suggests,
+    only_linear=True,
+)  # fmt: skip

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from config import Work
@@ -160,6 +161,8 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
     # FSDP frees parameters itself; cos, sin and mask belong to all blocks.
     kept_on_gpu = [*parameters, *(value for value in inputs[1:] if isinstance(value, Tensor))]
     kept_storages = {tensor.untyped_storage()._cdata for tensor in kept_on_gpu}
+    # Of a module that FSDP gathers by itself, as experts under --ep, weights are not yet there.
+    later = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
     transposed_shapes = {p.shape[::-1] for p in parameters if p.ndim == 2}
     known: dict[tuple, Saved] = {}  # so that memory that several operators save is copied once
 
@@ -168,6 +171,8 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
         if isinstance(local, AsyncCollectiveTensor):  # an all-gather under way
             local = local.wait()
         storage = local.untyped_storage()
+        gathered = (to_local(p) for module in later for p in module.parameters())
+        kept_storages.update(p.untyped_storage()._cdata for p in gathered)
         # A weight that autocast has cast is saved transposed, and belongs to all microbatches.
         is_weight = local.shape in transposed_shapes and local.stride(0) == 1
         if storage._cdata in kept_storages or is_weight or local.nbytes < MIN_BYTES:

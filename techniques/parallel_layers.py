@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -97,9 +97,14 @@ class VocabularyParallel(RowwiseParallel):
 
 
 class GatherTokens(ParallelStyle):
-    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward."""
+    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward; but
+    a module that is `by_token` is given those that a rank has, and returns as many."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def on_shards(x: DTensor, forward=module.forward) -> DTensor:
+            whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
+            return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
+
         def gather(module: nn.Module, inputs: tuple) -> tuple:
             x, *others = inputs
             x = x.redistribute(placements=[REPLICATED])
@@ -107,7 +112,10 @@ class GatherTokens(ParallelStyle):
                 x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
             return x, *others
 
-        module.register_forward_pre_hook(gather)
+        if getattr(module, "by_token", False):
+            module.forward = on_shards
+        else:
+            module.register_forward_pre_hook(gather)
         return module
 
 
@@ -137,6 +145,8 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
     Raises UserError for a parameter that the style does not cover: without an error, its gradient
     would not be summed over tp."""
     dims = {}
+    if not isinstance(layer, getattr(style, "only_for", nn.Module)):
+        style = None
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     if isinstance(style, SequenceParallel):
         dims = dict.fromkeys(names)

@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -37,6 +38,9 @@ from techniques.technique import Technique
 
 # The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
+# FSDP's marks for profilers: within a block, a recomputation has fewer of them.
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:

@@ -26,6 +26,7 @@ class Technique(NamedTuple):
     gain: float = 1.0  # speedup of the blocks' matrix products
     about: Callable = lambda model, world: ""  # (whole Llama, World): a line at a run's start
     suggests: Callable = lambda facts: ""  # (Facts of perf/verdict.py): advice to try it, or ""
+    only_linear: bool = False  # it changes nn.Linear, and not the stacked matrices of experts
     value: str = ""  # of the field, if one value asks for it; "": any but the default
 
     def is_used(self, parallel) -> bool:

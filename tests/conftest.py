@@ -62,6 +62,11 @@ def hugging_face_model(config, kind: str = "", **more):
     import transformers
 
     kind = kind or ("Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama")
+    if config.n_experts:
+        kind = "Qwen3Moe" if config.qk_norm else "Mixtral"
+        more |= dict(num_local_experts=config.n_experts, num_experts_per_tok=config.top_k)
+        more |= dict(moe_intermediate_size=config.ffn_dim, norm_topk_prob=True)
+        more |= dict(experts_implementation="eager")  # others have no float64
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)

@@ -31,7 +31,13 @@ ADAPTERS = {
     "rslora": dict(rank=4, alpha=8, rslora=True),
     "w2": dict(rank=2, alpha=64, targets=["w2"]),  # backward ends at the first of them
     "w1 w3": dict(rank=2, alpha=64, targets=["w1", "w3"]),
+    "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
+}
+EXPERTS = {
+    "none": {},
+    "bias": dict(n_experts=8),
+    "plain": dict(n_experts=6, top_k=3, balance="none"),  # ranks divide them unevenly
 }
 # Fields that are not drawn: sizes that follow from others, the dtype, DiLoCo's (test_diloco.py).
 NOT_DRAWN = "shard", "stages_per_rank", "dtype", "every", "outer_lr", "outer_momentum"
@@ -54,6 +60,7 @@ OPTIONS = {name: values_of(field) for name, field in FLAGS.items() if name not i
 OPTIONS |= dict(
     adapters=tuple(ADAPTERS),
     base_bits=(16, 4),
+    experts=tuple(EXPERTS),
     microbatch=(2, 1, 4),
     packed=(False, True),
     tied=(False, True),
@@ -80,6 +87,10 @@ def make_case(ranks: int, drawn: dict) -> dict:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
         raise UserError("without adapters, 4 bits have no effect")
+    if drawn["experts"] != "none" and lora and drawn["adapters"] != "wq wo":
+        raise UserError("experts have no adapters")
+    if drawn["experts"] != "none" and bits == 4:
+        raise UserError("experts are not stored in 4 bits")
     if drawn["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
     if cp > 1 and (float8 or drawn["moments"] == "bfloat16"):
@@ -90,7 +101,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     if bits == 4 or float8:  # both compute in blocks of features: each rank needs whole ones
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config = config | dict(tie_embeddings=drawn["tied"], rope_scaling=drawn["rope_scaling"])
-    config = config | dict(qkv_bias=drawn["qkv_bias"])
+    config = config | dict(qkv_bias=drawn["qkv_bias"]) | EXPERTS[drawn["experts"]]
     if drawn["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
         config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
     if parallel.pp > 1:
@@ -145,7 +156,13 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
-QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED]) | named(4, [*DRAWN[4], TIED])
+# Without experts --ep is refused, so that few draws have it.
+EP = PLAIN | dict(dp="fsdp", ep=2, experts="bias")
+EP_2 = [EP | dict(microbatch=1, generate=True), EP | dict(tp=2, checkpointing="full", packed=True)]
+EP_4 = [EP | dict(dp="ddp", experts="plain", optimizer="muon"), EP | dict(pp=2, reshard="none")]
+EP_4 += [EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", experts="bias", microbatch=4)]
+QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED, *EP_2])
+QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
 QUICK["2 ranks: several buckets"] = 2, BUCKETS
 for ranks in (1, 2):

@@ -9,6 +9,7 @@ from test_model import to_hugging_face
 from checkpoint import load_pretrained
 from files import formats
 from files import published as fingerprint
+from files.gguf import save_gguf
 from files.published import with_fixed_weights
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
@@ -28,13 +29,12 @@ ON = OFF | {TINY: f"window=64, {TINY}"}
 @pytest.mark.parametrize(
     "patch, edits, message",
     [
-        slow("experts", {}, "a published Llama has no parameter like layers.0.feed_forward."),
         slow("", PADDED, "embeds 272 tokens, of which 267 exist"),
         slow("", ON, "read back with window 0, not 64"),
         ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
         ("z_loss", OFF, ""),
     ],
-    ids=["experts", "padded", "window", "long-window", "another loss, and a field that is off"],
+    ids=["padded", "window", "long-window", "another loss, and a field that is off"],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
     """After a step of training."""
@@ -52,6 +52,12 @@ def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, c
 
 
 def test_a_parameter_that_hugging_face_has_no_name_for():
+    with pytest.raises(UserError, match="balances experts: train with --balance none"):
+        formats.check_is_published(config := LlamaConfig(n_experts=4), stored(Llama(config)))
+    with pytest.raises(UserError, match="qkv_bias and experts"):
+        fingerprint.model_type(LlamaConfig(qkv_bias=True, n_experts=4))
+    with pytest.raises(UserError, match="--format gguf is not written for models like mixtral"):
+        save_gguf(None, LlamaConfig(n_experts=4, balance="none"), {}, None, torch.float32)
     with pytest.raises(UserError, match="no published model has qkv_bias and qk_norm"):
         fingerprint.model_type(LlamaConfig(qkv_bias=True, qk_norm=True))
     with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.v_norm\.weight"):

@@ -14,7 +14,7 @@ from test_exact import QUICK, assert_result, slower_cases, train_all, train_refe
 
 FAULTS = {
     "parallel": [
-        ('[(*replicate_dims, "shard")],', '[("shard",)],'),  # HSDP without its all-reduce
+        ('dims = ("replicate", "shard") if', 'dims = ("shard",) if'),  # HSDP without its all-reduce
         ("set_requires_gradient_sync(last or", "set_requires_gradient_sync(not last or"),
         ("set_requires_all_reduce(last)", "set_requires_all_reduce(not last)"),
         ("with runner.no_sync() if waits else", "with runner.no_sync() if last else"),
@@ -34,6 +34,14 @@ FAULTS = {
         ("full_tensor(grad_placements=[Partial()])", "full_tensor()"),
         ("batch.targets, positions)]", "batch.targets, positions * 0 + 1)]"),
         ("torch.logaddexp(*log_sums)", "torch.maximum(*log_sums)"),
+    ],
+    "experts": [("for part, matrix in parts]", "for part, matrix in parts if len(part)]")],
+    "expert_parallel": [
+        ("forward(rows[order], arriving", "forward(rows, arriving"),
+        ("[order.argsort()]", "[order]"),
+        ("gradient * parallel.tp / parallel.ep", "gradient"),
+        ("AllToAll.apply(out, received", "AllToAll.apply(out.detach(), received"),
+        ("p.to_local(grad_placements=[Partial()])", "p.to_local()"),
     ],
     "zero1": [
         ("gradient / self.mesh.size()", "gradient"),
@@ -75,6 +83,8 @@ FAULTS = {
 }  # fmt: skip
 USES = {  # file -> whether the case of a ParallelConfig uses it; where it is not listed, all do
     "context_parallel": lambda parallel: parallel["cp"] > 1,
+    "experts": lambda parallel: parallel["ep"] > 1,
+    "expert_parallel": lambda parallel: parallel["ep"] > 1,
     "zero1": lambda parallel: parallel["dp"] == "zero1",
     "pipeline": lambda parallel: parallel["pp"] > 1,
     "async_tp": lambda parallel: parallel["async_tp"],

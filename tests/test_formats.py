@@ -31,6 +31,8 @@ SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
 QWEN2 = replace(PLAIN, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)
 QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
+MIXTRAL = replace(PLAIN, n_experts=5, balance="none", rope_theta=1e6)
+QWEN3_MOE = replace(QWEN3, n_experts=8, top_k=3, balance="none")
 
 
 def transformers_model(config: LlamaConfig):
@@ -48,7 +50,7 @@ def our_model(config: LlamaConfig, dtype=torch.float32, seed=1, factor=5, norms=
     with torch.no_grad():
         for name, p in model.named_parameters():
             vector = torch.linspace(*(-1, 1) if name.endswith("bias") else norms, len(p))
-            p.mul_(factor) if p.ndim == 2 else p.copy_(vector)
+            p.mul_(factor) if p.ndim > 1 else p.copy_(vector)
     return model.to(dtype)
 
 
@@ -84,7 +86,8 @@ def logits_agree(model: Llama, reference) -> None:
 
 @pytest.mark.parametrize(
     "config, file_bytes",
-    [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN2, 30_000), (QWEN3, 10**9)],
+    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE)]
+    + [(c, 30_000) for c in (SCALED, SMALL, QWEN2)],
 )
 def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
     """Also where config.json is as transformers 4 writes it. What we export is as it was."""
@@ -183,7 +186,7 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
 
 
 def test_metas_format_has_no_qwen(tmp_path):
-    for config in (QWEN2, QWEN3, replace(QWEN3, qk_norm=False)):
+    for config in (QWEN2, QWEN3, replace(QWEN3, qk_norm=False), MIXTRAL):
         with pytest.raises(UserError, match="no qkv_bias, qk_norm and head_dim"):
             formats.save_meta(tmp_path, config, {})
 
@@ -352,6 +355,7 @@ def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch)
 
 
 HF, META = "config.json", "params.json"
+MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,7 @@ HF, META = "config.json", "params.json"
         (
             HF,
             dict(model_type="mistral"),
-            "has model_type mistral: only llama, qwen2, qwen3 work here",
+            "has model_type mistral: only llama, qwen2, qwen3, mixtral, qwen3_moe work here",
         ),
         (HF, dict(model_type="qwen2"), "lacks 9 tensor(s): model.layers.0.self_attn.k_proj.bias"),
         (HF, dict(model_type="qwen3"), "lacks 6 tensor(s): model.layers.0.self_attn.k_norm"),
@@ -377,6 +381,11 @@ HF, META = "config.json", "params.json"
         (HF, dict(num_hidden_layers=2), "has 9 unknown tensor(s): model.layers.2.input_layernorm"),
         (HF, dict(num_hidden_layers=4), "lacks 9 tensor(s): model.layers.3.input_layernorm"),
         (HF, dict(vocab_size=102), "lm_head.weight [101, 48], not [102, 48]"),
+        (HF, dict(model_type="mixtral"), "has no 'num_local_experts'"),
+        (HF, MIXTRAL_FIELDS, "lacks 30 tensor(s): model.layers.0.block_sparse_moe.experts.0.w1"),
+        (HF, MIXTRAL_FIELDS | dict(num_experts_per_tok=1), "top_k 1 of n_experts 3"),
+        (HF, MIXTRAL_FIELDS | dict(sliding_window=9), "has sliding_window 9"),
+        (HF, dict(model_type="qwen3_moe", norm_topk_prob=False), "has norm_topk_prob False"),
         (HF, dict(tie_word_embeddings=True), "ties embeddings, but has another lm_head"),
         (META, dict(dim=...), "has no 'dim'"),
         (META, dict(n_layers=2), "has 9 unknown tensor(s): layers.2.attention.wk.weight"),

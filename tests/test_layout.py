@@ -27,6 +27,7 @@ techniques
 config
 text
 model
+techniques.experts
 plumbing
 """.strip().splitlines()
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
@@ -61,9 +62,8 @@ def imported_by(path: Path, anywhere: bool = True) -> set[str]:
 
 
 def row_of(module: str) -> int:
-    place = module.partition(".")[0]
-    (row,) = (i for i, names in enumerate(ORDER) if place in names.split())
-    return row
+    names = {module, module.partition(".")[0]}  # a file may have a row of its own
+    return max(i for i, row in enumerate(ORDER) if names & {*row.split()})
 
 
 def test_imports_run_downwards():
@@ -91,8 +91,10 @@ def test_every_module_can_be_imported_first():
     assert [name for name in FILES if name in imported_at_once(name)] == []  # no circle
 
 
-def test_the_model_is_one_file():
-    assert imported_by(FILES["model"]) == set()
+def test_the_model_is_one_file_and_experts():
+    assert imported_by(FILES["model"]) == {"techniques.experts"}
+    assert imported_by(FILES["techniques.experts"]) == set()
+    assert lines_of(FILES["techniques.experts"]) <= 150
     assert lines_of(FILES["model"]) <= 450
 
 

@@ -29,6 +29,8 @@ FIVE = {
     "tied": replace(SMALL, tie_embeddings=True),
     "qwen2": replace(SMALL, qkv_bias=True),
     "qwen3": replace(SMALL, head_dim=24, qk_norm=True),
+    "mixtral": replace(SMALL, n_experts=5, balance="none"),
+    "qwen3_moe": replace(SMALL, head_dim=24, qk_norm=True, n_experts=8, top_k=3, balance="none"),
 }
 # Weights are large enough for every part of the model to matter.
 build = partial(our_model, dtype=torch.float64, factor=3, norms=(0.9, 1.2))
@@ -47,6 +49,7 @@ def test_published_models_have_their_published_size():
     published = {"llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824}
     published |= {"llama3.1-8b": 8_030_261_248, "llama3.1-70b": 70_553_706_496}
     published |= {"llama3.1-405b": 405_853_388_800}
+    published |= {"mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
     for name, parameters in published.items():
         model = build_on_meta(PRESETS[name])
         assert sum(p.numel() for p in model.parameters()) == parameters
@@ -92,8 +95,22 @@ def test_initial_weights_follow_what_a_module_says():
 
 
 def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
-    """Our weights under Hugging Face's names; q and k go from pairs to halves."""
-    return {hf_name(name): to_hf_rows(name, config, w) for name, w in weights.items()}
+    """Our weights under Hugging Face's names; q and k go from pairs to halves. In the memory of
+    transformers 5, gate and up of all experts are one parameter."""
+    named = {}
+    for name, weight in weights.items():
+        layer, is_of_experts, matrix = name.partition(".feed_forward.experts.")
+        place = f"model.{layer}.mlp"
+        if name.endswith("router.weight"):
+            named[f"model.{name[: -len('.feed_forward.router.weight')]}.mlp.gate.weight"] = weight
+        elif not is_of_experts:
+            named[hf_name(name)] = to_hf_rows(name, config, weight)
+        elif matrix == "w2.weight":
+            named[f"{place}.experts.down_proj"] = weight
+        elif matrix == "w1.weight":
+            both = weight, weights[name.replace("w1", "w3")]
+            named[f"{place}.experts.gate_up_proj"] = torch.cat(both, 1)
+    return named
 
 
 def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
@@ -103,11 +120,18 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
         variance = x.pow(2).mean(-1, keepdim=True)
         return self.weight * x * torch.rsqrt(variance + self.variance_epsilon)
 
+    def route(self, x):  # nor does theirs
+        scores = F.linear(x.flatten(0, -2), self.weight)
+        top = scores.softmax(-1).topk(self.top_k)
+        return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
+
     # sdpa, since "eager" computes its softmax in float32
     model = hugging_face_model(config, kind, attn_implementation="sdpa", **more).double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(norm, module)
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = partial(route, module)
     return model
 
 

@@ -30,6 +30,7 @@ RATCHET = {
     ),
     "chunked loss": (4, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
     "ZeRO-1": (7, r"zero1|ZeRO1|optimizer_slice"),
+    "experts": (8, r"[eE]xperts?\b|Expert|expert_|\bep\b|Router|Grouped|EXCESS"),
     "recomputation": (12, r"checkpointing\b|saved_products|recompute_and"),
 }
 

@@ -55,6 +55,15 @@ REFUSALS = """
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
 1 | train --device mps | no Apple GPU: leave it out
+1 | train --n-experts 4 --top-k 1 | top_k 1 of n_experts 4: choose 2 to n_experts
+1 | train --n-experts 4 --balance loss | balance loss: choose bias or none
+1 | train --n-experts 4 --float8 rowwise | --float8 is not for the products of experts: leave it out
+1 | train --n-experts 4 --ep 2 | --ep 2 must divide the 1 ranks along shard x tp, or all 1
+2 | train --ep 2 | --ep is for models with experts: give --n-experts, or leave it out
+2 | train --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
+2 | train --n-experts 4 --tp 2 | --tp 2 with experts needs --ep 2, or a multiple of it
+2 | train --n-experts 4 --tp 2 --ep 2 --async-tp | --async-tp is not for the products of experts
+2 | train --n-experts 4 --ep 2 --dp zero1 | --ep does not combine with --dp zero1: use --dp fsdp
 2 | train --dtype int3 | --dtype ... int3
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp

@@ -102,7 +102,10 @@ def initialize(model: Llama) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             generator = generator_for(name, 0, torch.device("cpu"))
-            assign_shard(parameter, torch.randn(parameter.shape, generator=generator))
+            value = torch.randn(parameter.shape, generator=generator)
+            if "router" in name:  # which is added to probabilities; two experts have no tokens
+                value = torch.where(torch.arange(len(value)) < 2, -9, value / 20)
+            assign_shard(parameter, value)
 
     def matrix(name: str) -> torch.Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -148,6 +151,11 @@ def train(process, case: dict) -> dict:
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+    if (key := ("ep", "all-to-all")) in getattr(counter, "sent", {}):  # depends on the routing: the
+        calls, nbytes = counter.sent[key]  # sum over ep does not
+        total = torch.tensor(nbytes)
+        dist.all_reduce(total, group=world.own_groups["ep"])
+        counter.sent[key] = calls, total.item() / world.parallel.ep
     tokens, sampling, saving = None, Counted(world), Counted(world)
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does

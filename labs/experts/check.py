@@ -1,0 +1,111 @@
+"""The check of labs/experts."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
+from labs.machinery.student import check_returned
+from perf.instruments import Counted
+from techniques.expert_parallel import AllToAll
+
+FUNCTION = "exchange"
+ABOUT = "the way of rows to their experts and back, given the all-to-all"
+NEEDS = "`all_to_all_single`, `argsort`, a hook of a gradient"
+POINT = "results and gradients go home by the inverse of the way out"
+LEADS_TO = "techniques/expert_parallel.py", "exchange"
+SIZES = 2, 3, 4
+BARRED = ("techniques.expert_parallel.exchange",)
+HINTS = (
+    "What does a rank have to know before it can receive rows? Draw the rows of two ranks with two "
+    "experts each, before and after they travel.",
+    "Compare the order of the rows that arrive with the order that compute needs. Then count over "
+    "how many ranks' rows the gradient of an expert is a sum.",
+    "An all-to-all of counts; two lists of its sums; an all-to-all of rows; a sort by expert, the "
+    "computation, the inverse of the sort; an all-to-all with the lists exchanged. Beside it, a "
+    "hook on a view of the weight. No rows are a message, too.",
+)
+ERRORS = {
+    "Split sizes doesn't match": "What a rank received it now sends: on the way back the two lists "
+    "change places."
+}
+EACH, WIDTH = 2, 5  # experts of a rank; features
+GATHERED = "Of the counts a rank needs those for its own experts: an all-to-all sends no others."
+
+
+def rows_of(seed: int, size: int, rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a rank's rows, their counts, and what their results are multiplied by in its loss. In
+    turn 1 the last rank has no rows, and the experts of rank 0 get none."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + turn)
+    counts = torch.randint(0, 4, (EACH * size,), generator=generator)
+    counts[(rank + 1) % len(counts)] += 2
+    if turn == 1:
+        counts[:EACH] = 0
+        counts *= int(rank < size - 1)
+    shape = int(counts.sum()), WIDTH
+    return *drawn(2000 * seed + 10 * rank + turn, shape, shape), counts
+
+
+def compute(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    parts = zip(rows.split(counts.tolist()), weight.unbind())
+    return torch.cat([torch.tanh(F.linear(part, matrix)) for part, matrix in parts])
+
+
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
+    """Exchange rows twice, with a backward after each. Return results, gradients and bytes."""
+    exchange, results, sent = load(), {}, 0
+    (weight,) = drawn(seed, (EACH * size, WIDTH, WIDTH))
+    for turn in (0, 1):
+        own = weight[EACH * rank :][:EACH].clone().requires_grad_()
+        rows, upstream, counts = rows_of(seed, size, rank, turn)
+        rows.requires_grad_()
+        with Counted(None) as counted:
+            arguments = compute, lambda *x: AllToAll.apply(*x, None), own, rows * 1, counts.clone()
+            out = check_returned(exchange(*arguments), Tensor, "results [n, D], a tensor")
+            (out * upstream).sum().backward()
+        grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in (rows, own))
+        results[turn] = {"results": out.detach()}, dict(zip(("rows", "weight"), grads))
+        sent += compare.nbytes_of(counted.sent)
+    return {"output": [results[0][0], results[1][0]], "of": [results[0][1], results[1][1]],
+            "sent": sent}  # fmt: skip
+
+
+def expected(seed: int, size: int, turn: int) -> tuple[list[dict], list[dict]]:
+    """Return the results and the gradients of each rank, by one process that has all experts."""
+    (weight,) = drawn(seed, (EACH * size, WIDTH, WIDTH))
+    weight.requires_grad_()
+    results, gradients = [], []
+    for rank in range(size):
+        rows, upstream, counts = rows_of(seed, size, rank, turn)
+        out = compute(rows.requires_grad_(), weight, counts)
+        (out * upstream).sum().backward()
+        results.append({"results": out.detach()})
+        gradients.append({"rows": rows.grad})
+    for rank in range(size):
+        gradients[rank]["weight"] = weight.grad[EACH * rank :][:EACH] / size
+    return results, gradients
+
+
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    names = "output", "gradients"
+    for turn, when in enumerate(("", " again")):
+        pairs = zip(names, (results["output"], results["of"]), expected(seed, size, turn))
+        for name, found, wanted in pairs:
+            yield compare.tensors(f"{name}{when}", [of[turn] for of in found], wanted)
+    wanted = []
+    for rank in range(size):
+        of_counts = EACH * size * 8
+        elsewhere = 0
+        for turn in (0, 1):
+            all_counts = torch.stack([rows_of(seed, size, r, turn)[2] for r in range(size)])
+            between = all_counts.view(size, size, EACH).sum(2)  # rows from a rank to another
+            between.fill_diagonal_(0)
+            elsewhere += int(between[rank].sum() + between[:, rank].sum())
+        wanted.append(2 * of_counts + 2 * elsewhere * WIDTH * 8)
+    over = [sent - right for sent, right in zip(results["sent"], wanted)]
+    text = "{:,} bytes more on a rank than rows and counts have to travel"
+    yield compare.at_most("bytes", over, 0, text, GATHERED)

@@ -1,0 +1,168 @@
+"""Expert parallelism: each rank holds some of the experts; tokens travel to them and back.
+
+With --ep N, N neighbours along replicate x shard x tp hold one copy of the experts, X / N each.
+Their tokens differ, as before, and whatever is no expert is split as before, too:
+
+    8 ranks, --ep 4, X = 8           experts       shares gradients of experts with
+    rank 0  tokens 0     ─┐          0 1           rank 4
+    rank 1  tokens 1      │ all-     2 3           rank 5
+    rank 2  tokens 2      │ to-all   4 5           rank 6
+    rank 3  tokens 3     ─┘          6 7           rank 7
+
+In each block a rank (1) tells the others how many rows it has for each of their experts, (2) sends
+the rows, (3) sorts by expert those that arrive, and computes them, (4) sends the results back. All
+are all-to-alls, and backward sends gradients the same ways. An expert has then seen the tokens of N
+ranks. So its gradient is summed over those n / N of n ranks alone that hold the same experts, and
+over these ranks FSDP shards what a rank has of the experts.
+
+Communication over ep, a microbatch and block: 4 all-to-alls of rows (2 in forward, 2 in backward)
+and one of X counts. The payloads of the N ranks add up to 4 N (tokens of a rank) K D w bytes
+whatever the routing; that of one rank depends on it, and a step is as slow as the rank that gets
+most. FSDP would all-gather 3 X D F w bytes twice, and reduce-scatter as many once: --ep sends less
+than FSDP of experts while (tokens of a rank) K < 1.5 X F.
+Use with many experts and few tokens, or when experts outnumber what a rank can gather. Avoid across
+a slow link, and where FSDP hides its all-gathers behind computation.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from config import STRATEGIES, ParallelConfig, Work
+from model import Llama
+from plumbing.shards import shard_parameters, to_local
+from techniques.experts import Experts, GroupedLinear, Router, on_host
+from techniques.technique import Technique
+
+
+@torch.compiler.disable
+def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:
+    """Compute rows on the ranks that hold their experts.
+
+    rows [n, D] sorted by expert, and so by rank; counts [X] rows of each -> [n, D] in that order.
+    `forward` computes rows by this rank's experts. In labs/experts you write it."""
+    ranks = group.size()
+    arriving = counts.clone()  # which stays if `bench.py step` silences the group
+    dist.all_to_all_single(arriving, counts, group=group)
+    arriving = arriving.view(ranks, -1)  # [N, X/N] rows from each rank, for each expert here
+    # The host has to know sizes before it can send: here it waits for all that a GPU has to do.
+    sent = on_host(counts.view(ranks, -1).sum(1), len(rows))
+    received = on_host(arriving.sum(1), len(rows))
+    rows = AllToAll.apply(rows, sent, received, group)  # by rank, and those of a rank by expert
+    experts = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
+    expert_of = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
+    order = expert_of.argsort(stable=True)
+    out = forward(rows[order], arriving.sum(0))[order.argsort()]
+    return AllToAll.apply(out, received, sent, group)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send x [n, D] in parts of `sent` rows to the ranks of a group, and return what they sent.
+    Backward sends the gradient of each row back to where it came from."""
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.splits = received, sent, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AllToAll.apply(gradient, *ctx.splits), None, None, None
+
+
+def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
+    """Return the same ranks in a mesh with a dimension ep; add its groups to `groups`. Along what
+    is left of replicate and shard, ranks hold the same experts."""
+    dims = "pp", "expert_replicate", "expert_shard", "ep"
+    sizes = tuple(getattr(parallel, dim) for dim in dims)
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
+    groups |= {dim: mesh.get_group(dim) for dim in dims[1:3]}
+    # A new group, as the mesh may have that of all ranks for it.
+    groups["ep"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(0, 2).tolist())
+    return mesh
+
+
+def spread_experts(model: Llama, world) -> None:
+    """Shard the experts over ep, in place; their parameters become DTensors."""
+    mesh, parallel = world.expert_mesh["ep"], world.parallel
+
+    def own(weight: Tensor) -> Tensor:
+        """Return this rank's part. Its gradient is a sum over the tokens of N ranks, and FSDP
+        averages it over n / N: divided by N, it is an average over n, as all others. Averages are
+        over n ranks that count those along tp once, and N counts each of these."""
+        part = to_local(weight)
+        if part.requires_grad:
+            part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)
+        return part
+
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for layer in (experts.w1, experts.w2, experts.w3):
+            shard_parameters(layer, mesh, 0)
+            layer.own = own
+        experts.forward = partial(exchange, experts.forward, world.own_groups["ep"])
+
+
+class OfMixture(ParallelStyle):
+    """Replicate a router (weight_dim None): each rank has the gradient of its tokens, which FSDP
+    sums over tp, as that of a norm. Leave experts (0) to spread_experts: tp is a part of ep."""
+
+    only_for = Router, GroupedLinear
+
+    def __init__(self, weight_dim: int | None):
+        self.weight_dim = weight_dim
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.weight_dim is None:
+            shard_parameters(module, mesh, None)
+            module.own = lambda p: p if p is None else p.to_local(grad_placements=[Partial()])
+        return module
+
+
+PLAN = {
+    "layers.*.feed_forward.router": OfMixture(None),
+    **{f"layers.*.feed_forward.experts.{w}": OfMixture(0) for w in ("w1", "w2", "w3")},
+}
+
+
+def refuses(work: Work) -> str:
+    """Return why a step cannot compute the experts of its model, in a line, or ""."""
+    parallel, n = work.parallel, work.model.config.n_experts
+    ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
+    if not n:
+        return "--ep is for models with experts: give --n-experts, or leave it out" * (ep > 1)
+    if ep % tp:
+        return f"--tp {tp} with experts needs --ep {tp}, or a multiple of it"
+    if ep > 1 and dp in STRATEGIES and not STRATEGIES[dp].automatic:
+        return f"--ep does not combine with --dp {dp}: use --dp fsdp"
+    if n % ep:
+        return f"--ep {ep} must divide the {n} experts of the model"
+    ranks, all_ranks = parallel.shard * tp, parallel.replicate * parallel.shard * tp
+    if all_ranks % ep or (ranks % ep and ep % ranks):
+        return f"--ep {ep} must divide the {ranks} ranks along shard x tp, or all {all_ranks}"
+    return ""
+
+
+def sends(model: Llama, work: Work) -> Iterator[tuple]:
+    """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
+    not gather tokens, which costs/page.py counts."""
+    config, parallel, tp = work.model.config, work.parallel, work.parallel.tp
+    again = parallel.recomputes  # forward is computed twice
+    blocks, row = work.microbatches * len(model.layers), config.dim * parallel.weight_bytes
+    rows = work.tokens / tp * config.top_k
+    yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * row
+    yield "ep", "all-to-all", blocks * (1 + again), 8 * config.n_experts
+    tokens = work.microbatch * ceil(work.length / tp) * tp
+    yield "tp", "all-gather", -blocks * (2 + again), tokens * row
+    yield "tp", "reduce-scatter", -blocks * 2, tokens * row
+
+
+TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)

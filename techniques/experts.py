@@ -1,0 +1,148 @@
+"""Mixture of experts: a block has X feed-forwards, of which each token uses K (Shazeer et al. 2017,
+arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088).
+
+A router scores the experts for each token. The K experts with the highest scores compute the token,
+and their outputs are summed, weighted by the softmax of these K scores. So a token is multiplied by
+3 K D F weights of the 3 X D F that a block has. No token is dropped, and none is padded: rows are
+sorted by expert, so that those of an expert lie next to each other and are multiplied at once.
+
+    rows             t0 t0 t1 t1 t2 t2        K = 2 copies of each of N = 3 tokens
+    their experts     0  2  2  3  0  3        of X = 4
+    sorted           t0 t2 | t0 t1 | t1 t2    of experts 0, 2 and 3; expert 1 has none
+
+Balance. If most tokens choose the same experts, the others learn little, and under expert
+parallelism their ranks wait. So each expert has a bias, which counts in the choice but not in the
+weights, and falls while the expert gets more than its share (Wang et al. 2024, arXiv:2408.15664).
+The loss has no slope in it; in place of a gradient, backward gives it the number of tokens that the
+expert got too many. That is a sum over tokens, as gradients are: microbatches, ranks and
+recomputation add up to the excess of the whole batch, in whole numbers, and AdamW, whose step is
+nearly the sign, does what the paper does. A hook after the optimizer's step would have to sum
+counts over ranks, and to leave out what recomputation counts again. The usual auxiliary loss, X
+sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is a product of two
+means, which two halves of a batch do not add up to: how it is split would change what is learnt.
+
+Use when FLOPs limit a training, and memory, links and text do not: for the time of K feed-forwards
+there are X of them to hold and to train. Avoid with little text, of which each expert sees K / X.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def as_it_is(parameter: Tensor | None) -> Tensor | None:
+    """Return what a layer computes with. expert_parallel.py puts another function in its place."""
+    return parameter
+
+
+class Router(nn.Linear):
+    """Choose the experts of each token, and the weights of their outputs. The softmax of the K
+    highest scores is also a softmax of all, with the K largest divided by their sum."""
+
+    no_slope = ("bias",)  # parameters whose gradient is not the slope of the loss
+
+    def __init__(self, config):
+        super().__init__(config.dim, config.n_experts, bias=config.balance == "bias")
+        self.top_k, self.own = config.top_k, as_it_is
+
+    def sharded_dims(self, dim):
+        return {name: None for name, _ in self.named_parameters()}  # --tp replicates both
+
+    def forward(self, x):
+        """x [N, D] -> experts [N, K] of each token, weights [N, K], tokens of each expert [X]"""
+        weight, bias = self.own(self.weight), self.own(self.bias)
+        # In float32 at least: in bfloat16 scores tie, and another kernel would choose others.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = F.linear(x.to(dtype), weight.to(dtype))  # [N, X]
+        # The bias is added to probabilities: scores grow without limit, and would outrun it.
+        ranking = scores if bias is None else scores.softmax(1) + bias.to(dtype)
+        experts = ranking.detach().topk(self.top_k).indices  # [N, K]
+        counts = (experts.view(-1, 1) == torch.arange(scores.shape[1], device=x.device)).sum(0)
+        weights = scores.gather(1, experts).softmax(1)
+        if bias is not None:
+            weights = ExcessAsGradient.apply(weights, bias, counts)
+        return experts, weights, counts
+
+
+EXCESS_SCALE = 2.0**-10  # so small that the norm of all gradients stays. AdamW divides by it again
+
+
+class ExcessAsGradient(torch.autograd.Function):
+    """Return the weights; in backward give the bias [X] the excess of the counts [X]."""
+
+    @staticmethod
+    def forward(ctx, weights, bias, counts):
+        ctx.excess = len(counts) * counts - counts.sum()  # X times what is more than the mean
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, ctx.excess.to(gradient.dtype) * EXCESS_SCALE, None
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer for each expert, with weight [X, out, in]. Of x [n, in] the first counts[0]
+    rows are those of expert 0, the next counts[1] of expert 1, and so on -> [n, out]."""
+
+    def __init__(self, n_experts: int, in_features: int, out_features: int, used: int):
+        super().__init__()
+        self.used, self.own = used, as_it_is  # a token uses so many of the matrices
+        self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+
+    def forward(self, x, counts):
+        return grouped_product(x, self.own(self.weight), counts)
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))
+    if x.is_cuda and x.dtype == torch.bfloat16:  # one kernel, and the host need not know counts
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
+    # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
+    # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
+    parts = zip(x.split(on_host(counts, len(x))), weight.unbind())
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """Return counts [n], which add up to `total`; of a fake tensor (perf/instruments.py), which has
+    no contents, as if they were nearly equal."""
+    if isinstance(counts, FakeTensor):
+        return [(total + i) // len(counts) for i in range(len(counts))]
+    return counts.tolist()
+
+
+class Experts(nn.Module):
+    writes_to_stream = ("w2",)
+
+    def __init__(self, config, swiglu):
+        super().__init__()
+        X, D, F, K = config.n_experts, config.dim, config.ffn_dim, config.top_k
+        self.swiglu = swiglu
+        self.w1, self.w2, self.w3 = (GroupedLinear(X, *s, K) for s in ((D, F), (F, D), (D, F)))
+
+    @torch.compiler.disable  # shapes change with every batch, and each would be compiled anew
+    def forward(self, rows, counts):
+        return self.w2(self.swiglu(self.w1(rows, counts), self.w3(rows, counts)), counts)
+
+
+class MixtureOfExperts(nn.Module):
+    writes_to_stream = ()  # itself; its experts do
+    by_token = True  # so that --tp need not gather tokens
+
+    def __init__(self, config, swiglu):
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config, swiglu)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)  # [N, D]
+        experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
+        order = experts.flatten().argsort(stable=True)  # [N K]
+        # From K copies of each token: so sums over K have an order, which index_add has not.
+        rows = tokens.repeat_interleave(experts.shape[1], 0)[order]  # [N K, D]
+        out = self.experts(rows, counts)[order.argsort()].unflatten(0, experts.shape)  # [N, K, D]
+        return (weights[..., None] * out).sum(1).type_as(x).view_as(x)
