@@ -381,7 +381,7 @@ MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per
         (HF, dict(num_hidden_layers=2), "has 9 unknown tensor(s): model.layers.2.input_layernorm"),
         (HF, dict(num_hidden_layers=4), "lacks 9 tensor(s): model.layers.3.input_layernorm"),
         (HF, dict(vocab_size=102), "lm_head.weight [101, 48], not [102, 48]"),
-        (HF, dict(model_type="mixtral"), "has no 'num_local_experts'"),
+        (HF, dict(model_type="mixtral"), "has no 'num_experts_per_tok'"),
         (HF, MIXTRAL_FIELDS, "lacks 30 tensor(s): model.layers.0.block_sparse_moe.experts.0.w1"),
         (HF, MIXTRAL_FIELDS | dict(num_experts_per_tok=1), "top_k 1 of n_experts 3"),
         (HF, MIXTRAL_FIELDS | dict(sliding_window=9), "has sliding_window 9"),
