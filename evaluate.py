@@ -83,6 +83,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.data and not args.exam:
         raise UserError("nothing to score: give --data, --exam or both")
+    if args.details and args.details.exists():
+        raise UserError(f"--details {args.details} exists: give the name of a new file")
     return args
 
 
