@@ -135,7 +135,7 @@ REFUSALS = """
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} | nothing to score: give --data, --exam or both
-1 | evaluate.py {base} --exam {sums} --details {sums} | --details ... exists: give the name of a new
+1 | evaluate.py {base} --exam {sums} --details {sums} | exists, and has no answers
 1 | evaluate.py {base} --exam {here} | is a directory: give a file
 1 | evaluate.py {base} --data {here} | holds no
 1 | evaluate.py {base} --data {text} --adapter {base} | no adapter in
