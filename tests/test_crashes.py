@@ -193,6 +193,12 @@ def test_what_is_not_written_is_named(run, tmp_path, command):
     assert not list(place.iterdir())
 
 
+def test_a_first_save_that_fails_names_no_checkpoint(corpus, tmp_path):
+    process = Forks("train.py", *large(corpus, tmp_path / "run", steps=1))
+    resource.prlimit(process.ranks[0], resource.RLIMIT_FSIZE, (100_000,) * 2)
+    refused(process.finish(), "cannot save ", "are free there: make room. There is no checkpoint")
+
+
 def test_a_full_disk_below_stdout_is_named(run):
     command = [sys.executable, ROOT / "generate.py", run, "--prompt", "1"]
     with open("/dev/full", "w") as full:
