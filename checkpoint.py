@@ -237,10 +237,8 @@ class Saver(contextlib.AbstractContextManager):
             if os.strerror(errno.EIO) not in reason:
                 free = shutil.disk_usage(self.out).free / 1e9
                 reason = f"{reason}; {free:,.1f} GB are free there: make room"
-            raise UserError(
-                f"cannot save {final}: {reason}. The last checkpoint is {(last or ['none'])[-1]}: "
-                f"--resume goes on from it"
-            )
+            rest = f"The last checkpoint is {last[-1]}: --resume goes on from it" if last else ""
+            raise UserError(f"cannot save {final}: {reason}. {rest or 'There is no checkpoint'}")
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
         self._remove_old(best)

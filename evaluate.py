@@ -83,6 +83,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.data and not args.exam:
         raise UserError("nothing to score: give --data, --exam or both")
+    before = args.details.read_bytes() if args.details and args.details.exists() else None
+    if before is not None and b'"log_likelihoods"' not in before and b'"written"' not in before:
+        raise UserError(f"--details {args.details} exists, and has no answers: give another name")
     return args
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import socket
 import sys
 import time
@@ -351,7 +352,7 @@ def save_stored_tensors(stored: Weights, directory: Path) -> None:
     dcp.save(on_meta, checkpoint_id=directory, planner=ReadWhenWritten(), no_dist=True)
 
 
-def failure_reason(error: OSError | CheckpointException) -> str:
+def failure_reason(error: OSError | RuntimeError | CheckpointException) -> str:
     """Return in one line why reading or writing failed."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
@@ -402,9 +403,15 @@ def new_directory(target: Path) -> Iterator[Path]:
     raised. Raises UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
-    with hidden_until_complete(target) as unfinished:
-        unfinished.mkdir()
-        yield unfinished
+    try:
+        with hidden_until_complete(target) as unfinished:
+            unfinished.mkdir()
+            yield unfinished
+    except (RuntimeError, CheckpointException) as error:
+        if "unexpected pos" not in (reason := failure_reason(error)):  # torch.save could not write
+            raise
+        free = shutil.disk_usage(target.parent).free / 1e9
+        raise UserError(f"cannot write {target}: {reason}; {free:,.3f} GB are free: make room")
     sync(target.parent)
 
 

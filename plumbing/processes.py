@@ -281,6 +281,7 @@ def print_rank_zero(text: str, **where) -> None:
             print(text.translate(endings.IN_LINES if "file" in where else {}), flush=True, **where)
         except OSError as error:
             if error.errno != errno.EIO:
+                error.filename = where.get("file", sys.stdout).name
                 raise
             # The terminal has been closed. SIGHUP ends the run, which has a checkpoint to save.
             os.dup2(os.open(os.devnull, os.O_WRONLY), where.get("file", sys.stdout).fileno())
@@ -338,7 +339,7 @@ def _out_of_memory() -> UserError:
     return UserError(f"{text}: {out_of_memory_advice()}")
 
 
-_error: Exception | None = None  # that ends this process; where others wait for it, it tells where
+_error: BaseException | None = None  # that ends this process, and tells where, if others wait
 
 
 def run(main: Callable[[], None]) -> None:
@@ -348,9 +349,9 @@ def run(main: Callable[[], None]) -> None:
         stream.reconfigure(errors="replace")  # what a terminal lacks
     try:
         main()
-    except KeyboardInterrupt:
-        endings.end_interrupted()
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and is_rank_zero():
+            endings.end_interrupted()
         if isinstance(error, SystemExit) and not dist.is_initialized():
             raise  # --help
         global _error
@@ -369,7 +370,7 @@ def run(main: Callable[[], None]) -> None:
         rank, reason = os.environ.get("RANK", 0), str(error).split("\n")[0]
         if store is None and isinstance(error, dist.DistError):
             _fail(store, 1, f"rank {rank} cannot join the other ranks: {reason}")
-        message = f"rank {rank} failed: {type(error).__name__}: {reason}"
+        message = f"rank {rank} failed: {type(error).__name__}: {reason}".removesuffix(": ")
         if store is None or dist.get_world_size() == 1:
             endings.report(message)
             raise

@@ -105,10 +105,13 @@ def check_out(out: Path, resume: bool) -> None:
         raise UserError(
             f"{out} already holds a run: --resume continues it, or choose another --out"
         )
-    for path in itertools.chain(*map(out.glob, OF_OTHERS.split())):
+    of_others = OF_OTHERS.split()
+    if not checkpoints(out) and not (out / "metrics.jsonl").exists():
+        of_others.append("config.json")
+    for path in itertools.chain(*map(out.glob, of_others)):
         raise UserError(
-            f"--out {out} holds {path.name}, which no run writes there: give a run's own "
-            f"directory, or a new one"
+            f"--out {out} holds {path.name}, which is of no run: give a run's own directory, or a "
+            f"new one"
         )
 
 

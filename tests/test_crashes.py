@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    ENVIRONMENT,
     ROOT,
     Forks,
     error_lines,
+    finish,
     launch,
     metrics,
     refused,
+    start,
     succeed,
     wait_for_lines,
     with_fault,
@@ -177,6 +180,32 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     next_one, last = (out / f"step-{step:08d}" for step in (last + 1, last))
     parts = f"cannot save {next_one}: ", " GB are free there: ", f"The last checkpoint is {last}:"
     refused(result, *parts)
+
+
+@pytest.mark.parametrize("command", ["import", "export --format hf", "export --format meta"])
+def test_what_is_not_written_is_named(run, tmp_path, command):
+    """And nothing is left of it."""
+    kind, *options = command.split()
+    (place := tmp_path / "place").mkdir()
+    process = start("checkpoint.py", kind, run, place / "new", *options)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000,) * 2)
+    refused(finish(process), str(place / "new"))
+    assert not list(place.iterdir())
+
+
+def test_a_first_save_that_fails_names_no_checkpoint(corpus, tmp_path):
+    process = Forks("train.py", *large(corpus, tmp_path / "run", steps=1))
+    resource.prlimit(process.ranks[0], resource.RLIMIT_FSIZE, (100_000,) * 2)
+    refused(process.finish(), "cannot save ", "are free there: make room. There is no checkpoint")
+
+
+def test_a_full_disk_below_stdout_is_named(run):
+    command = [sys.executable, ROOT / "generate.py", run, "--prompt", "1"]
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+    assert told.returncode == 2 and "No space left on device: '<stdout>': free some" in told.stderr
 
 
 # -------------------------------------------------------------------- two runs in one directory

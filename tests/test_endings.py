@@ -341,12 +341,14 @@ def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
     assert result.codes == [1, 1]
 
 
-def test_a_rank_that_exits_is_named(corpus, tmp_path):
+@pytest.mark.parametrize("told", ["SystemExit: 3", "KeyboardInterrupt"])
+def test_a_rank_that_exits_is_named(corpus, tmp_path, told):
     step = "    loss = accumulate(runner, batch, microbatch, world)\n"
-    fault = f"    if world.rank == 1:\n        raise SystemExit(3)\n{step}"
+    raised = told.replace(": 3", "(3)")
+    fault = f"    if world.rank == 1:\n        raise {raised}\n{step}"
     script = with_fault(tmp_path / "copy", "train", step, fault)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"), nproc=2)
-    assert error_lines(result) == ["error: rank 1 failed: SystemExit: 3"]
+    assert error_lines(result) == [f"error: rank 1 failed: {told}"]
     assert result.codes == [1, 1]
 
 

@@ -3,11 +3,13 @@
 A row has the number of ranks, a command, and parts of its error line, with " ... " between them.
 A first word in FIRST stands for the flags there. Names in braces are paths: {text}, {corpus} and
 {sums} (conftest.py), {base} (a checkpoint), {run} (of train.py), {bare} (Hugging Face's files
-without a tokenizer), {foreign} (a token of 999), {other} (a tokenizer of 300 tokens), {here} (an
-empty directory), {out} (never made), {root} (the project).
+without a tokenizer), {described} (their config.json alone), {killed} (a run before its first save),
+{foreign} (a token of 999), {other} (a tokenizer of 300 tokens), {here} (an empty directory), {out}
+(never made), {root} (the project).
 """
 
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -93,8 +95,9 @@ REFUSALS = """
 1 | train --out {text} | cannot write to --out ... it is a file
 1 | train --out {run} | already holds a run ... --resume
 1 | train --out {killed} | already holds the record of a run: --resume
-1 | train --out {run}/step-00000001 --resume | holds SHA256SUMS, which no run writes there
-1 | train --out {bare} | .safetensors, which no run writes there: give a run's own directory
+1 | train --out {run}/step-00000001 --resume | holds SHA256SUMS, which is of no run
+1 | train --out {bare} | .safetensors, which is of no run: give a run's own directory
+1 | train --out {described} --resume | holds config.json, which is of no run: give
 1 | train --out {run} --resume --ffn-dim 64 | another model ... ffn_dim 48, not 64
 1 | train --out {run} --resume --optimizer adamw | another optimizer: give --optimizer muon
 1 | train --init {run} --dim 64 | has dim 32, not 64
@@ -141,6 +144,7 @@ REFUSALS = """
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} | nothing to score: give --data, --exam or both
+1 | evaluate.py {base} --exam {sums} --details {sums} | exists, and has no answers
 1 | evaluate.py {base} --exam {here} | is a directory: give a file
 1 | evaluate.py {base} --data {here} | holds no
 1 | evaluate.py {base} --data {text} --adapter {base} | no adapter in
@@ -231,9 +235,11 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
     places |= dict(root=ROOT, run=base.with_name("run"), other=foreign.with_name("other.model"))
     train_tokenizer([str(text)], 300, places["other"])
-    (killed := base.with_name("killed")).mkdir()  # before its first save
+    (killed := base.with_name("killed")).mkdir()
     (killed / "metrics.jsonl").write_text('{"step": 1}\n')
-    places["killed"] = killed
+    (described := base.with_name("described")).mkdir()
+    shutil.copy(bare / "config.json", described)
+    places |= dict(killed=killed, described=described)
     succeed(*f"{FIRST['train']} --steps 1 --warmup 0".format(**places, out=places["run"]).split())
     return places
 
