@@ -35,7 +35,7 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
+# Operators that return a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 
 
