@@ -243,7 +243,7 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
 
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
     """Return the flags that ask for `parallel` on its processes: those not at their defaults, and
-    those that a run would choose by itself. Given `before`, only those that differ from it."""
+    those that a run without them would choose. Given `before`, only those that differ from it."""
     names = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
     # Only these strategies take --shard; with others its size follows from the processes.
     has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
@@ -309,10 +309,10 @@ class Work:
 
     @property
     def mask_width(self) -> int:
-        """Number of keys in a query's mask; 0, for no mask, where a kernel reads the documents, or
-        where each sequence is one document. But with context parallelism a GPU without that
-        kernel always needs a mask. Its keys end with the rank's chunk: on average over the two
-        chunks they are (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
+        """Number of keys in a query's mask; 0 if there is none. A kernel that reads the documents
+        needs no mask. Without that kernel, sequences of several documents need one, and with
+        --cp on a GPU all sequences do. Under --cp the keys end with the rank's chunk: on average
+        over its two chunks they are (2 cp + 1) / (4 cp) of seq_len."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

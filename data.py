@@ -64,7 +64,7 @@ LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     if the file is no token file, or is incomplete."""
-    with contextlib.suppress(OSError, ValueError):  # files that are mapped stay open: allow many
+    with contextlib.suppress(OSError, ValueError):  # mapped files stay open: allow the most
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     header = np.fromfile(path, dtype="<i4", count=256)
@@ -127,7 +127,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Readin
             metadata = tokenizer.save(unfinished) | n_tokens
             (unfinished / "data.json").write_text(json.dumps(metadata, indent=1), "utf-8")
     except OSError:
-        if not out.exists():  # it does if another run has just tokenized the same corpus
+        if not out.exists():  # else another run has just tokenized the same corpus
             raise
     reading.list_left_out(out / LEFT_OUT_FILE)
 
@@ -181,15 +181,15 @@ def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) 
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
-        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # a list of its own
+        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # of these files
     return sorted(directory.glob("*.bin"))
 
 
 def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
     """Return the sources of --data, each with its number of places in a round of sequences.
 
-    `a=0.7 b=0.3` are two sources; without weights, everything is one. Raise UserError if some have
-    a weight and others not."""
+    `a=0.7 b=0.3` are two sources; without weights, everything is one. A path that exists is not
+    read as SOURCE=WEIGHT. Raise UserError if only some sources have a weight, or one is 0."""
     matches = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
     if not any(matches):
         return [(data, 1)]
@@ -217,17 +217,16 @@ def find_token_files(data: list[str]) -> list[Path]:
 
 
 def tokenizer_of_token_files(data: list[str]) -> str | None:
-    """Return the tokenizer that made the token files in --data, as a name or path; None if --data
-    is text. Raise UserError if the token files have no data.json."""
+    """Return the tokenizer that made the token files in --data: its name, or the path of its file
+    beside them; None if --data is text. Raise UserError if there is no data.json."""
     if not (files := find_token_files(paths_of(data))):
         return None
-    directory = files[0].parent
-    metadata = directory / "data.json"
+    metadata = files[0].with_name("data.json")
     if not metadata.is_file():
         raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
     content = JsonFile(metadata)
     name = content.checked("tokenizer", content["tokenizer"], str)
-    return str(directory / name) if name.startswith("tokenizer.") else name
+    return str(metadata.parent / name) if name.startswith("tokenizer.") else name
 
 
 # -------------------------------------------------------------------------------------- batches
@@ -252,7 +251,7 @@ class Windows(ConcatDataset):
         super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long_files])
         self.files, self.seq_len = files, seq_len
         self.tokenizer, self.document_mask = tokenizer, document_mask
-        self.sources = [(len(self), 1)]  # of each source: windows, places in a round
+        self.sources = [(len(self), 1)]  # (windows, places in a round) of each source, for row_of
 
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
@@ -308,11 +307,12 @@ def open_text(
     for path in token_files(data, tokenizer, replace(reading, val_fraction=0.0)):
         file = open_token_file(path)
         check_ids(file, tokenizer)
-        borders = np.arange(0, len(file) - 1, seq_len)
+        starts = np.arange(0, len(file) - 1, seq_len)
         if document_mask:
-            borders = np.union1d(borders, np.flatnonzero(file[:-1] == tokenizer.bos))
-        for start, end in itertools.pairwise([*borders.tolist(), len(file) - 1]):
-            samples.append((file[start : end + 1], np.ones(end + 1 - start, bool)))  # all targets
+            starts = np.union1d(starts, np.flatnonzero(file[:-1] == tokenizer.bos))
+        for start, last in itertools.pairwise([*starts.tolist(), len(file) - 1]):
+            sample = file[start : last + 1]  # the last target is the next sample's first input
+            samples.append((sample, np.ones(len(sample), bool)))  # all tokens count in the loss
     return Packed(samples, seq_len, tokenizer) if document_mask else Rows(samples, tokenizer)
 
 
@@ -396,8 +396,8 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
 
 
 def tokens_done(args: argparse.Namespace, step: int) -> int:
-    """Return how many tokens a run has read after a step. Where a resume has changed the tokens of
-    a step, those before it had `token_offset` more, which its checkpoints keep with the flags."""
+    """Return how many tokens a run has read after a step. If a resume has changed --batch or
+    --seq-len, earlier steps read other numbers of tokens: `token_offset` is the difference."""
     return args.token_offset + step * args.batch * args.seq_len
 
 
@@ -422,10 +422,10 @@ def read_ahead(
         return read(step).pinned()
 
     with ThreadPoolExecutor(1) as pool:
-        batches = (pool.submit(load, step) for step in steps)
-        # pairwise takes the next item before it yields this one: the next is being read already.
-        for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):
-            yield batch.result().to(device)
+        futures = (pool.submit(load, step) for step in steps)
+        # pairwise takes the next item before it yields this one: so the next read has begun.
+        for future, _ in itertools.pairwise(itertools.chain(futures, [None])):
+            yield future.result().to(device)
 
 
 def list_left_out(reading: Reading, name: str) -> None:

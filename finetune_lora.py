@@ -68,7 +68,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
     base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # of a run, this is the newest checkpoint; records name it
+    args.init = base["directory"]  # if --init is a run, its newest checkpoint, for the records
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     rules.check_training_flags(args, base["model"], process, *techniques)
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
         settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
         lora.add_adapters(model, settings, args.base_bits)
     for name in lora.adapters(model):
-        peft_name(name)  # refuses one that PEFT's files have no name for
+        peft_name(name)  # raises for an adapter that PEFT's format cannot name
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     if args.merge and (merged := args.out / "merged").exists():
         last_step = args.out / f"step-{args.steps:08d}"
         adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
-        is_finished = args.resume and last_step.exists()  # then `merged` may be its own
+        is_finished = args.resume and last_step.exists()  # and may have merged it itself
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())

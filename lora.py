@@ -154,8 +154,8 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
-        placements.append(getattr(self.bias, "placements", None))
+        # Then product takes norms, sharded like the magnitudes, the number dropout, and the bias.
+        placements += placements[-1], None, getattr(self.bias, "placements", None)
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -282,10 +282,10 @@ def quantize_base(
 
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
-    """Return how many more elements a token a block saves for backward than one without adapters.
-    An adapter saves x Aᵀ; with dropout also its own x and a mask, of bytes or on a CPU of elements;
-    with DoRA also the y that is scaled. An input that only frozen layers read is no longer saved,
-    except that of wo: it is attention's output, which attention saves."""
+    """Return how many elements per token a block saves for backward beyond a block without
+    adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask of bytes, or on a CPU
+    of elements; with DoRA also the y that is scaled. An input that only frozen layers read is no
+    longer saved, except that of wo: it is attention's output, which attention saves."""
     tp, w = work.parallel.tp, work.parallel.weight_bytes
     elements, inputs = 0.0, {}  # inputs: (module, row_parallel) -> (is_needed, width)
     block = next(iter(model.layers.values()))

@@ -50,7 +50,7 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
-    head_dim: int = 0  # E; 0 means D / H. Give replace(config, dim=...) head_dim=0, too
+    head_dim: int = 0  # E; 0 means D / H. replace(config, dim=...) keeps E: add head_dim=0
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
     qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
     n_experts: int = 0  # X feed-forwards of width F in a block; 0 means a single one
@@ -153,7 +153,7 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     """Return a mask for rows that hold several documents: a token attends only to earlier tokens
     of its own document.
 
-    A position of 0 starts a document. Only the last T = `queries` of the S tokens are new.
+    A position of 0 starts a document. Only the last T = `queries` of the S tokens have queries.
     positions [B, S] -> bool [B, 1, T, S], True where attention is allowed."""
     S = positions.shape[1]
     document = (positions == 0).cumsum(1)  # [B, S]
@@ -245,8 +245,8 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
-        # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them,
-        # and its head 0 need not be head 0 of the model.
+        # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them.
+        # Code for one head, such as q[:, :, 0], would then change another head on each rank.
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -299,7 +299,7 @@ class Llama(nn.Module):
 
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
-    writes_to_stream = ()
+    writes_to_stream = ()  # init_weights asks every module that has layers
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -329,7 +329,7 @@ class Llama(nn.Module):
         """Return the logits of the next token or, given targets, the sum of their losses.
 
         tokens [B, T] -> logits [B, T, V]; with a cache only those of the last token, [B, 1, V].
-        targets [B, T], IGNORE where no token counts -> float32 scalar in nats (float64 in a float64
+        targets [B, T], IGNORE where no loss counts -> float32 scalar in nats (float64 in a float64
         model). It is a sum, so that train.py can add up microbatches and ranks and divide once.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
@@ -365,9 +365,9 @@ class Llama(nn.Module):
         `assign` may store only this rank's shard. lora.py initializes adapters and 4-bit matrices.
 
         Norms start at 1, biases at 0, matrices at normal(0, 0.02). Matrices that write to the
-        residual stream are smaller by sqrt(2 L), so that the sum of all 2 L outputs starts at the
-        scale of one (Radford et al. 2019). Each value depends on seed, name and shape alone, so a
-        weight starts the same however the model is split. A GPU draws other values than a CPU."""
+        residual stream are divided by sqrt(2 L), so that the sum of their 2 L outputs starts at the
+        scale of one undivided (Radford et al. 2019). Values depend on seed, name and shape alone:
+        a weight starts the same however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():
@@ -438,7 +438,7 @@ def sum_of_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
     """Return the sum of loss_of over all targets but IGNORE. In validation, where gradients are
-    disabled, it is the sum of the cross entropies, and can be compared between losses.
+    disabled, it sums cross entropies, so that runs which train with other losses can be compared.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
     logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]

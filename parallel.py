@@ -185,7 +185,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
     model.world = world  # for make_optimizer: Muon shares its work over these ranks
-    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # along pp
+    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # rank, p, v
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
@@ -330,8 +330,8 @@ WRAPPERS = {"ddp": ddp, "zero1": zero1.ZeRO1, "fsdp": fsdp}  # by Strategy.wrapp
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
     """Communicate gradients only in the `last` microbatch of a step (labs/accumulate); until
-    then they accumulate on the rank, except with reshard = all. This context wraps forward and
-    backward of a microbatch; in a pipeline only backward."""
+    then they accumulate on the rank, except with reshard = all. Forward and backward of each
+    microbatch run in this context; a pipeline runs only backward in it."""
     if isinstance(runner, FSDPModule):
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate

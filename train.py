@@ -47,9 +47,9 @@ def main() -> None:
     args = flags.parse_pretraining()
     process = setup.setup(args)  # joins the processes that torchrun has started
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    diloco.check_meetings(args)  # replicas must be equal at each evaluation and at the end
+    diloco.check_meetings(args)  # with --dp diloco evaluations need replicas that are equal
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    # A small model first tries `accumulate`, below; then each rank allocates its part of the model.
+    # build first checks `accumulate`, below, on a small model, then gives each rank its part.
     world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
     train(args, job, world, runner, work, newest, sample_text)
@@ -85,8 +85,8 @@ def train(
     read_batch = partial(data.local_batch, args, world, job.train_set)
     batches = data.read_ahead(read_batch, steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
-    # A signal ends the run after this step or the next, or in an evaluation. The saver waits for a
-    # save under way.
+    # A signal ends the run after this step, or after the next one if `update` has exchanged signals
+    # already; an evaluation is given up. Then the saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
@@ -167,7 +167,7 @@ def update(
     labs/mean shows the difference.
     `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    gradients, squared_norm = own_gradients(optimizer, world.size)
+    gradients, squared_norm = own_gradients(optimizer, world.size)  # of this rank's shards
     tokens = (batch.targets != IGNORE).sum()
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
@@ -182,7 +182,7 @@ def update(
 
     # Backward leaves the mean of n ranks' gradients; ranks along cp count, too. We want their sum
     # divided by all targets: multiply by n / targets. Ranks along tp and pp repeat the targets of
-    # another rank, and counting them multiplies both numbers alike.
+    # another rank: counting them multiplies n and targets alike.
     peers = world.step_ranks  # all ranks, or with DiLoCo those of this replica
     scale = len(targets[peers]) / targets[peers].sum().clamp(min=1)
     norm = squared_norms[peers].sum().sqrt() * scale
@@ -191,7 +191,7 @@ def update(
     torch._foreach_mul_(gradients, scale.to(gradients[0]))
 
     # The host waits for the device here and nowhere else, to see before the optimizer's step that
-    # all is finite. `health` is finite unless some rank's loss or gradient is not.
+    # all is finite. `health` is finite unless a loss or a gradient is not, or no token is a target.
     health = (losses + squared_norms).sum() / tokens
     results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
     loss, tokens, text_bytes, norm, signals, health = results.tolist()

@@ -3,8 +3,8 @@
 A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r (a zigzag
 split). Where each row is one document, all ranks then attend to equally many tokens:
 
-    chunk   0  1  2  3  4  5  6  7        n = 4. The queries of chunk c attend to c + 1 chunks:
-    rank    0  1  2  3  3  2  1  0        those of rank 0 to 1 and 8, those of rank 3 to 4 and 5
+    chunk   0  1  2  3  4  5  6  7        n = 4. Queries of chunk c attend to c + 1 chunks: those of
+    rank    0  1  2  3  3  2  1  0        rank 0 to 1 + 8 chunks, those of rank 3 to 4 + 5
 
 A rank computes everything for its own tokens alone, but attention needs the others. So each block
 all-gathers the keys and values of whole sequences, and the queries of a chunk attend, causally, to
@@ -25,14 +25,13 @@ Checkpointing, selective or full, repeats the all-gather in backward.
 
 Use when the activations of one sequence do not fit, even with checkpointing, or when there are
 more ranks than sequences. Avoid for short sequences: attention waits for each collective. Without
-checkpointing a block saves keys and values of whole sequences for backward, at least n times its
-own; and where attention needs a mask, for each query head.
+checkpointing a block saves the keys and values of whole sequences for backward, n times those of
+its own tokens. Where attention needs a mask, it saves a copy of them for each query head.
 
-Left out is a ring (Liu et al. 2023, arXiv:2310.01889), as in torch's experimental context_parallel:
-it passes keys and values from rank to rank in place of the all-gather, and adds up the softmax part
-by part. It never holds a whole sequence's keys, and can compute while it sends; but in backward
-keys travel again, and their gradients with them: it sends (3 n - 2) / n kv a block where this sends
-2 (n - 1) / n kv.
+A ring (Liu et al. 2023, arXiv:2310.01889; torch's experimental context_parallel) instead passes
+keys and values from rank to rank, and adds up the softmax part by part. It never holds a whole
+sequence's keys, and can compute while it sends. But in backward keys travel again, and their
+gradients with them: for each block it sends (3 n - 2) / n kv. Here that is 2 (n - 1) / n kv.
 """
 
 import math
@@ -50,8 +49,8 @@ from text.batch import Batch, Documents, document_starts, flat_starts, kernel_wi
 
 
 def refuses(work: Work) -> str:
-    """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks:
-    padding would do, too, but a length that can be cut costs less."""
+    """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks.
+    Padding could make them equal, but ranks would compute it."""
     parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim
     if (cp := parallel.cp) == 1:
         return ""
@@ -106,11 +105,11 @@ class SharedSequences(NamedTuple):
     masks: list  # for each chunk, its queries' mask or Documents; None for causal attention alone
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
-        return True  # with or without masks: those of Llama.forward know nothing of other ranks
+        return True  # always: a mask made by Llama.forward would know nothing of other ranks
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T/n, H, E], k and v [B, T/n, KV, E] of this rank's tokens -> as q."""
-        own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], of which ranks are sharded
+        own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], with a dimension for ranks
         parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         # An all-gather; in backward, gradients that are partial sums make it a reduce-scatter.
         parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
@@ -143,7 +142,7 @@ class SharedBatch(Batch):
         ends = [(chunk + 1) * size for chunk in chunks_of(rank, n)]
         device = self.tokens.device.type
         if device == "cpu" and not self.packed:
-            return SharedSequences(self.mesh, ends, [None, None])
+            return SharedSequences(self.mesh, ends, [None, None])  # for causal_lower_right
         has_kernel = kernel_widths(device, self.dtype)
         make = self.documents_until if has_kernel else self.mask_until
         return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
@@ -155,9 +154,9 @@ class SharedBatch(Batch):
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 
     def documents_until(self, end: int, queries: int) -> Documents:
-        """Return the same by lengths: of each document its queries in the chunk, of which some have
-        none, and its keys up to the chunk's end. The kernel lets the last query attend to the last
-        key, the one before to all keys but the last, and so on."""
+        """Return the same for a kernel: which queries of each document are in the chunk, if any,
+        and which of its keys come before the chunk's end. The kernel lets the last query attend to
+        all keys, the query before it to all but the last, and so on."""
         of_queries = self.starts.clamp(end - queries, end) - (end - queries)
         starts = flat_starts(of_queries, queries), flat_starts(self.starts.clamp(max=end), end)
         return Documents(*starts, queries, end)

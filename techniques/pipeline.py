@@ -4,8 +4,9 @@ r"""Pipeline parallelism: each rank has some of the layers, and microbatches pas
 
 A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
 backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
-keep all ranks busy, a batch is cut into microbatches. A *schedule* says in which order each rank
-computes them (schedules.py).
+keep all ranks busy, a batch is cut into microbatches. A *schedule* orders each rank's actions: F, a
+stage's forward of a microbatch, and B, its backward. In some schedules B computes the gradient of
+the input alone, and W later those of the weights (schedules.py).
 
 Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
 B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
@@ -14,9 +15,9 @@ With tied embeddings the first and the last rank also exchange gradients of V D 
 Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
 microbatches: ranks wait (p - 1) / (m + p - 1) of the time.
 
-Left out against torch.distributed.pipelining: schedules whose stages lie in a V (ZBV, DualPipeV)
-and wait less. But in torch 2.13 its zero-bubble, with FSDP, loses gradients without an error, and
-its 1F1B refuses fewer microbatches than stages.
+torch.distributed.pipelining also has schedules whose stages lie in a V (ZBV, DualPipeV) and that
+wait less. But in torch 2.13 its zero-bubble loses gradients under FSDP, without an error, and its
+1F1B refuses fewer microbatches than stages.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ def refuses(work: Work) -> str:
             return "compiled blocks cannot split backward: give --no-compile"
         if parallel.reshard == "all":
             return "--reshard all does not combine with a backward in two parts: leave it out"
-        # FSDP in bfloat16 would meet gradients of both dtypes: none has accumulated in float32.
+        # FSDP in bfloat16 would reduce B's gradients in float32 with W's in bfloat16, and cannot.
         if work.microbatches == 1:
             return (
                 f"--schedule {parallel.schedule} fills the time of one microbatch with work of "
@@ -101,11 +102,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     stages = p * v
     own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
     parts = {"tok_embeddings", "layers", "norm", "output"}
-    others = nn.ModuleDict({n: child for n, child in model.named_children() if n not in parts})
-    for name, _ in [*model.named_parameters(recurse=False), *others.named_parameters()]:
+    if names := [n for n, _ in model.named_parameters() if n.partition(".")[0] not in parts]:
         raise UserError(
-            f"{name} belongs to no stage of a pipeline: move it into a block or, if it follows the "
-            f"last one, let cut and stages_of of techniques/pipeline.py treat it as `output`"
+            f"{names[0]} belongs to no stage of a pipeline: move it into a block or, if it follows "
+            f"the last one, let cut and stages_of of techniques/pipeline.py treat it as `output`"
         )
     trains = any(p.requires_grad for p in model.parameters())
     for stage in range(stages):
@@ -140,8 +140,7 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     stages, made = p * v, []
 
     def follow_mode(stage: Llama, inputs: tuple) -> None:
-        """Evaluate, or train, as `model` does: dropout differs."""
-        stage.train(model.training)
+        stage.train(model.training)  # for dropout
 
     for s in range(rank, stages, p):
         with torch.device("meta"):
@@ -152,9 +151,9 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
         stage.config, stage.vocabulary = model.config, model.vocabulary
         stage.loss = lambda *given: model.loss(*given)  # which evaluation replaces
-        # FSDP puts a hook on the tensor that a module returns. The last block and the stage would
-        # return the same one, so that W, which needs the stage's hook alone, would all-gather the
-        # block for nothing. A view is another tensor.
+        # FSDP puts a hook on the tensor that a module returns. If the last block and the stage
+        # returned the same one, W, which needs the stage's hook alone, would all-gather the block
+        # for nothing. So the stage returns a view, which is another tensor.
         stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
         stage.register_forward_pre_hook(follow_mode)
         made.append(stage)
@@ -177,9 +176,8 @@ def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
 class Pipeline(nn.Module):
     """One rank of a pipeline, which computes the steps of training by a schedule.
 
-    All ranks post the sends and receives of a tick in the same order before anyone waits, so that
-    no two wait for each other: with gloo, which matches sends and receives in pairs, and with NCCL,
-    which runs them in order."""
+    A *tick* is a moment at which actions end. All ranks post its sends and receives in the same
+    order, in which NCCL runs them, before anyone waits: so no two ranks wait for each other."""
 
     def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
@@ -202,8 +200,8 @@ class Pipeline(nn.Module):
         self.deferred: dict[tuple, list[Callable]] = {}  # (microbatch, stage) -> what W computes
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):
-            # In backward FSDP prefetches the block whose forward came before. For block 0 that is a
-            # block of another microbatch; so it names itself, which does nothing.
+            # In backward FSDP prefetches the block whose forward came before. For block 0 that
+            # would be a block of another microbatch. To prefetch block 0 itself does nothing.
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
@@ -211,7 +209,7 @@ class Pipeline(nn.Module):
         dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
-        """Return for each tick in which an action ends: rank -> action."""
+        """Return the ticks in order, each as rank -> the action that ends."""
         schedule = make_schedule(self.parallel.schedule, self.p, m, len(self.stages))
         ticks = defaultdict(dict)  # time -> rank -> action
         for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
@@ -223,10 +221,11 @@ class Pipeline(nn.Module):
         """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
         ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
         with the last stage, 0 on the others."""
-        self.microbatches, self.kept = microbatches, {}
+        self.microbatches = microbatches
+        self.kept = {}  # (microbatch, stage) -> input and output of its forward, for B and W
         self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
-        self.unfinished = dict.fromkeys(self.stages, len(microbatches))
+        self.unfinished = dict.fromkeys(self.stages, len(microbatches))  # backwards to come
         posted = []
         for tick in self.ticks(len(microbatches)):
             action = tick.get(self.rank)
@@ -264,7 +263,7 @@ class Pipeline(nn.Module):
             self.unfinished[stage] -= 1
         is_last = self.unfinished[stage] == 0
         with self.gradient_sync(self.parallel, module, is_last):
-            # Embedding and output stay unsharded until the last, as other microbatches need them.
+            # FSDP keeps embedding and output unsharded until the last microbatch has used them.
             module.set_reshard_after_backward(is_last, recurse=False)
             if kind == "W":
                 for add_gradient in self.deferred.pop((i, stage)):
@@ -281,17 +280,17 @@ class Pipeline(nn.Module):
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
         operations, expected = [], {}
-        for source, (kind, i, stage) in sorted(tick.items()):
-            receiver = stage + 1 if kind == "F" else stage - 1  # a stage
-            if kind == "W" or not 0 <= receiver <= self.last:
+        for rank, (kind, i, stage) in sorted(tick.items()):
+            to_stage = stage + 1 if kind == "F" else stage - 1
+            if kind == "W" or not 0 <= to_stage <= self.last:
                 continue
-            target = receiver % self.p
-            if source == self.rank:
-                operations.append(self.message(dist.isend, result.contiguous(), group_peer=target))
-            elif target == self.rank:
+            to_rank = to_stage % self.p
+            if rank == self.rank:
+                operations.append(self.message(dist.isend, result.contiguous(), group_peer=to_rank))
+            elif to_rank == self.rank:
                 buffer = self.empty_stream(self.microbatches[i].tokens)
-                operations.append(self.message(dist.irecv, buffer, group_peer=source))
-                expected[Action(kind, i, receiver)] = buffer
+                operations.append(self.message(dist.irecv, buffer, group_peer=rank))
+                expected[Action(kind, i, to_stage)] = buffer
         works = dist.batch_isend_irecv(operations) if operations else []
         self.inbox |= {action: (buffer, works) for action, buffer in expected.items()}
         return works
@@ -314,6 +313,7 @@ class Pipeline(nn.Module):
     def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
         """Compute what the whole model would, stage by stage, for evaluation and generation. All
         ranks have the logits; the rank with the last stage has the loss, the others 0."""
+        # The cache of the whole model keeps one for each of this rank's stages.
         caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
         x = tokens
         for stage in range(self.last + 1):
@@ -338,8 +338,8 @@ class Pipeline(nn.Module):
 
 
 def wait(works: list[dist.Work]) -> None:
-    """Wait for works and remove them from the list, which others share: gloo would take a second
-    wait for one of another message."""
+    """Wait for works, and remove them from their list, so that none is waited for twice: gloo would
+    take the second wait for that of another message."""
     while works:
         works.pop().wait()
 

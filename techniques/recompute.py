@@ -36,7 +36,7 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
+# Operators that return a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 # FSDP's marks for profilers: within a block, a recomputation has fewer of them.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)

@@ -36,7 +36,7 @@ class ZeRO1(nn.Module):
         super().__init__()
         self.model, self.mesh = model, world.mesh["replicate"]
         self.is_last_microbatch = True
-        self.pending: list[tuple[Tensor, DTensor]] = []  # slices, their gradients under way
+        self.pending: list[tuple[DTensor, DTensor]] = []  # a slice, its gradient when it arrives
         for parameter in model.parameters():
             if parameter.requires_grad:
                 rows = chunk_of(parameter.detach(), self.mesh, mesh_dim=0, dim=0)
@@ -82,10 +82,11 @@ def refuses(work: Work) -> str:
 
 
 def suggests(facts) -> str:
+    """Return advice to use DDP where it fits, from Facts of perf/verdict.py, or ""."""
     if facts.parallel.dp != "zero1" or not (note := facts.fit_note(dp="ddp")):
         return ""
-    lever = f"--dp ddp sends only gradients, and a whole copy {note}"
-    return facts.takes("optimizer", "updates and all-gathers weights", lever, least=0.15)
+    remedy = f"--dp ddp sends only gradients, and a whole copy {note}"
+    return facts.takes("optimizer", "updates and all-gathers weights", remedy, least=0.15)
 
 
 def optimizer_parameters(model: Llama) -> dict[str, Tensor]:

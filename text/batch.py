@@ -11,8 +11,8 @@ from torch import Tensor
 
 from plumbing.devices import cast_by_autocast
 
-DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths of heads
-LARGEST_R: dict[int, int] = {}  # T -> the largest R of document_starts in this run
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # device, dtype -> head widths
+MOST_STARTS: dict[int, int] = {}  # T -> columns of the widest document_starts in this run
 VARLEN_TAKES_GQA = torch.__version__ >= "2.12"
 
 
@@ -24,21 +24,21 @@ def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
 class Documents(NamedTuple):
     """Where the documents of a microbatch are, for attention that computes nothing between them."""
 
-    starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
-    key_starts: Tensor  # the same of keys, of which there may be more than queries
-    max_queries: int  # of a document: T, since a compiled model compiles again for each value
-    max_keys: int  # the same of keys
+    starts: Tensor  # [n + 1] int32, cu_seqlens: first query of each in the flattened rows, then N
+    key_starts: Tensor  # the same for keys: with --cp also those of other ranks' tokens
+    max_queries: int  # an upper bound for one document: T, as other values would compile again
+    max_keys: int  # the same for keys
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether `attention` can be used; if not, model.document_mask does the same."""
         return head_dim in kernel_widths(self.starts.device.type, dtype)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # which imports the compiler
+        from torch.nn.attention.varlen import varlen_attn  # here, since it imports the compiler
 
         rows = (tensor.flatten(0, 1) for tensor in cast_by_autocast(q, k, v))  # [N, heads, E]
         gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if VARLEN_TAKES_GQA else {}
-        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
+        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)  # causal
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
-    starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
+    starts: Tensor | None = None  # [B, R] int32: document_starts(positions); None without them
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
@@ -90,16 +90,16 @@ class Batch:
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """Return the columns where documents start, [B, R] int32, filled up with T. R is a power of 2
-    that only grows during a run, since a compiled model compiles again for each value.
+    """Return the columns where documents start, [B, R] int32. Rows with fewer are filled up with T.
+    R is a power of 2 that only grows during a run: a compiled model compiles again for each value.
 
     positions [B, T]: 0 starts a document, and so does a row."""
     T = positions.shape[1]
     is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
     number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
-    most = 1 << (int(number.max()) - 1).bit_length()  # the next power of 2
-    LARGEST_R[T] = max(LARGEST_R.get(T, 1), most)
-    starts = positions.new_full((len(positions), LARGEST_R[T]), T)
+    R = 1 << (int(number.max()) - 1).bit_length()  # rounded up to a power of 2
+    R = MOST_STARTS[T] = max(MOST_STARTS.get(T, 1), R)
+    starts = positions.new_full((len(positions), R), T)
     rows, columns = is_start.nonzero(as_tuple=True)
     starts[rows, number[rows, columns] - 1] = columns
     return starts.int()
