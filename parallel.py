@@ -115,7 +115,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        # torch 2.11 has this collective under its older name alone, and a later one may not have it.
+        # torch 2.11 has this collective under its older name alone, which is deprecated.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
