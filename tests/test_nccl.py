@@ -1,8 +1,12 @@
 """What NCCL needs of us, shown without a GPU: an order of calls in which no rank gets stuck."""
 
+import json
+
 import pytest
-from conftest import slow
+from conftest import slow, with_fault
+from exact import FOUR_HEADS, GROUPED, assert_same, case, plain_training, train
 from workers.nccl_order import problems, recorded
+from workers.train_cases import SEQ
 
 from config import ParallelConfig
 
@@ -59,3 +63,41 @@ def test_what_gets_stuck_is_found():
             queues[0][place : place + 2] = after, call
             break
     assert "rank 0 is stuck" in str(problems(queues))
+
+
+def assert_late(directory, cases: dict, within=()) -> None:
+    """Assert that training in which all arrives late is plain training."""
+    results = train(directory, 4, cases, within=(*within, "tests/workers/late.py"))
+    for name, result in results.items():
+        key = [cases[name]["config"], False, None, False, cases[name].get("seq", SEQ), "adamw"]
+        assert_same(result, plain_training(json.dumps(key)), 1e-12)
+
+
+LATE = {
+    "ddp": case(GROUPED, 1, replicate=4),
+    "zero1": case(GROUPED, 1, dp="zero1", replicate=4),
+    "fsdp": case(GROUPED, 1, dp="fsdp", shard=4),
+    "pp": case(FOUR_HEADS | dict(n_layers=4), 1, dp="fsdp", pp=4),
+    "async tp": case(FOUR_HEADS, 4, tp=4, async_tp=True),
+    "tp": case(GROUPED, 4, dp="fsdp", tp=2, shard=2),
+    "cp": case(GROUPED, 4, dp="hsdp", replicate=2, shard=2, cp=2) | dict(seq=24),
+}
+
+
+FAULTS = [  # a case, a file, a line and its fault, and what is told
+    ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "by an inplace operat"),
+    ("async tp", "async_tp", "return wait(under_way).view", "return under_way.view", "finite"),
+    ("pp", "pipeline", "self.exchange(tick, result))", "self.exchange(tick, result));"
+     " result is None or result.mul_(2)", "an input of send was changed before it was waited for"),
+]  # fmt: skip
+
+
+def test_nothing_is_used_before_it_has_arrived(tmp_path):
+    assert_late(tmp_path, LATE)
+
+
+@pytest.mark.parametrize("name, file, line, fault, told", FAULTS)
+def test_a_missing_wait_is_found(tmp_path, name, file, line, fault, told):
+    within = with_fault(tmp_path / "copy", file, line, fault)
+    with pytest.raises(AssertionError, match=told):
+        assert_late(tmp_path, {name: LATE[name]}, within)
