@@ -34,6 +34,7 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -118,8 +119,8 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        # torch 2.11 has this collective under its older name alone.
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        # torch 2.11 has this collective under its older name alone, which is deprecated.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -142,7 +143,22 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(ranks)
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
+    place |= dict(parallel=parallel, mesh=mesh, own_groups=groups)
+    make_communicators(world := World(**vars(process) | place))
+    return world
+
+
+def make_communicators(world: World) -> None:
+    """Let NCCL connect the ranks of each group, in the same order everywhere. Otherwise a group's
+    first call does it, somewhere in the first step, for a second in which ranks seem to hang."""
+    if world.parallel.cp * world.parallel.tp > 1:
+        # Some blocks communicate in two groups at once. On the GPU their calls are to keep the
+        # order in which the host made them (NCCL 2.26), since another order could be a deadlock.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    groups = [None, *map(world.mesh.get_group, world.mesh.mesh_dim_names), world.stage_group]
+    for group in (*groups, *world.own_groups.values()):  # None: all ranks
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
@@ -233,6 +249,12 @@ def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
 # ----------------------------------------------------------------------------- data parallelism
 
 
+def ddp_bucket_mb(on_gpu: bool) -> int:
+    """Return the MiB of gradients that DDP sends at once: torch's 25, or more on a GPU, whose links
+    need larger messages to reach their speed."""
+    return 100 if on_gpu else 25
+
+
 def ddp(model: Llama, world: World) -> nn.Module:
     """DDP: every rank holds the whole model and computes its own part of the batch.
 
@@ -246,7 +268,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    But DDP sends buckets of 25 MB (the first of 1 MB) while backward still computes.
+    But DDP sends buckets of `ddp_bucket_mb` (the first of 1 MB) while backward still computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
@@ -256,6 +278,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
         device_ids=[world.device] if world.device.type == "cuda" else None,
         process_group=world.mesh.get_group("replicate"),
         init_sync=False,  # all ranks have initialized the same weights
+        bucket_cap_mb=ddp_bucket_mb(world.device.type == "cuda"),
         gradient_as_bucket_view=True,  # store gradients once, in the buckets
     )
 

@@ -205,8 +205,6 @@ class Pipeline(nn.Module):
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
-        # NCCL wants all ranks in the first call of a group. A barrier would run on gloo.
-        dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
         """Return the ticks in order, each as rank -> the action that ends."""
@@ -312,7 +310,8 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
         """Compute what the whole model would, stage by stage, for evaluation and generation. All
-        ranks have the logits; the rank with the last stage has the loss, the others 0."""
+        ranks have the logits; the rank with the last stage has the loss, the others 0. Messages are
+        batched, since for single ones NCCL would make a communicator of each two ranks."""
         # The cache of the whole model keeps one for each of this rank's stages.
         caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
         x = tokens
@@ -322,10 +321,11 @@ class Pipeline(nn.Module):
                 given = as_stream(x, tokens, self.tp), targets if stage == self.last else None
                 x = self.stages[stage](*given, positions, caches and caches[stage], documents)
                 if stage < self.last:
-                    dist.send(to_local(x).contiguous(), group=self.group, group_dst=there)
+                    x = to_local(x).contiguous()
+                    wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))
             elif there == self.rank and stage < self.last:
                 x = self.empty_stream(tokens)
-                dist.recv(x, group=self.group, group_src=here)
+                wait(dist.batch_isend_irecv([self.message(dist.irecv, x, group_peer=here)]))
         is_last = self.last in self.stages
         if targets is not None:
             return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)
