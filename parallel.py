@@ -34,7 +34,6 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 
 import contextlib
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import ParallelConfig, Work
 from model import Llama, Vocabulary, sum_of_losses
-from plumbing.devices import widest_float
+from plumbing.devices import connect, widest_float
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
 from techniques import (
@@ -143,22 +142,9 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(ranks)
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    place |= dict(parallel=parallel, mesh=mesh, own_groups=groups)
-    make_communicators(world := World(**vars(process) | place))
-    return world
-
-
-def make_communicators(world: World) -> None:
-    """Let NCCL connect the ranks of each group, in the same order everywhere. Otherwise a group's
-    first call does it, somewhere in the first step, for a second in which ranks seem to hang."""
-    if world.parallel.cp * world.parallel.tp > 1:
-        # Some blocks communicate in two groups at once. On the GPU their calls are to keep the
-        # order in which the host made them (NCCL 2.26), since another order could be a deadlock.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    groups = [None, *map(world.mesh.get_group, world.mesh.mesh_dim_names), world.stage_group]
-    for group in (*groups, *world.own_groups.values()):  # None: all ranks
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+    mesh_groups = map(mesh.get_group, mesh.mesh_dim_names)
+    connect([*mesh_groups, place.get("stage_group"), *groups.values()], process.device)
+    return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before

@@ -1,8 +1,10 @@
 """What a device can compute: bfloat16, kernels, FlashAttention 3, float64; and how."""
 
 import importlib.util
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.attention
 from torch import Tensor
 
@@ -50,3 +52,14 @@ def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums of a step are kept: float64, which Apple's GPUs lack."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Let NCCL connect the ranks of each group, in the same order everywhere; None is all ranks.
+    Otherwise a group's first call does it, for a second in which ranks seem to hang."""
+    # Some blocks communicate in two groups at once. On the GPU their calls are to keep the order in
+    # which the host made them (NCCL 2.26), since another order could be a deadlock.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    for group in (None, *groups):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -161,6 +161,9 @@ def compare_steps(
         plain, model = Llama(config).double(), Llama(config)
     allocate(plain, world.device)
     initialize(plain)
+    for module in (*plain.modules(), *model.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # so that what stands under `if self.training` is compared, too
     is_trained = not is_random(plain.train(), batch.to(world.device))
     alone = replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
     plain.train(is_trained)
@@ -331,7 +334,7 @@ def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaCo
     kernel computes attention."""
     dim, ffn_dim = (math.gcd(size, 9 * 5 * 7) for size in (config.dim, config.ffn_dim))
     sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp * ffn_dim)
-    return replace(config, n_layers=n_layers, vocab_size=5 * tp, **sizes)
+    return replace(config, n_layers=n_layers, vocab_size=64 * tp, **sizes)
 
 
 def small_batch(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
