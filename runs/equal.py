@@ -205,9 +205,10 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
         rows = 1 + max(action.microbatch for order in schedule for action in order)
         length = length if cp > 1 else 8  # a pipeline of many microbatches would take seconds
     world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
-    one_by_one, cases = partial(accumulate, microbatch=1), [(length, False)]
-    if cp > 1:  # where code of its own masks documents, and ranks see other lengths than a process
+    cases = [(length, False)]
+    if cp > 1:  # other code masks documents there, and a rank sees a part of the run's length
         cases.append((min(seq_len, 2048), True))
+    one_by_one = partial(accumulate, microbatch=1)
     multiple = 2 * cp * tp  # which these ranks share evenly
     for length, packed in cases:
         T = math.ceil(length / multiple) * multiple
@@ -229,16 +230,17 @@ def describe(error: Exception) -> str:
     where, said = "", str(error).partition("\n")[0]
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.endswith("/model.py"):
-            module = type(frame.f_locals.get("self")).__name__
-            where = f" in line {line} of model.py" + f", {module}" * (module != "NoneType")
-    of_error = [f": {cause}" for part, cause in CAUSES_OF_ERRORS.items() if part in said]
-    return f"{type(error).__name__}{where}: {said}{''.join(of_error)}"
+            where = f" in line {line} of model.py"
+            if module := frame.f_locals.get("self"):
+                where += f", {type(module).__name__}"
+    usual = [cause for part, cause in CAUSES_OF_ERRORS.items() if part in said]
+    return ": ".join([f"{type(error).__name__}{where}", said, *usual])
 
 
 def check_gradients(config: LlamaConfig, device: torch.device) -> None:
     """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
-    forward of an autograd.Function was changed and its backward was not; or if the loss is not a
-    sum over the targets that are not IGNORE."""
+    forward of an autograd.Function was changed and its backward was not; or if the loss is random
+    in evaluation, or no sum over rows and over the targets that are not IGNORE."""
     model = Llama(config).double()
     model.init_weights()  # raises for a parameter without an initial value
     with_fixed_weights(model).to(device)
@@ -284,8 +286,8 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
 
 
 def check_attend(config: LlamaConfig) -> None:
-    """Raise UserError if `attend` of model.py draws random numbers, as dropout does: if fewer are
-    drawn where, as under --cp, another function attends."""
+    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. That is so if
+    fewer are drawn where another function attends, as it does under --cp."""
     model, batch, states = with_fixed_weights(Llama(config)).train(), small_batch(1, 8, config), []
     other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, k, v: q)
     for documents in (None, other):
@@ -304,7 +306,7 @@ def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaCo
     ones, as groups of features may need; but with its own head_dim: on that depends which kernel
     computes attention."""
     dim, ffn_dim = (math.gcd(size, 3 * 5 * 7) for size in (config.dim, config.ffn_dim))
-    sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=2 * tp * ffn_dim)
+    sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp * ffn_dim)
     return replace(config, n_layers=n_layers, vocab_size=5 * tp, **sizes)
 
 
