@@ -161,7 +161,7 @@ def describe_best(plan: Plan, question: Question) -> str:
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
     if work.model.config.ffn_uses > 1:
-        sentences.append("No published speed of a model with experts was compared with this.")
+        sentences.append("No published speed of such a mixture was compared with a prediction.")
     elif not (plan.machine.measured or plan.machine.caveat):
         spread = SPREAD[kind_of(parallel)]
         sentences.append(

@@ -33,7 +33,7 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 3866, "techniques": 3294, "text": 1740, "files": 1680, "runs": 1282,
+    "top": 3866, "techniques": 3294, "text": 1740, "files": 1680, "runs": 1284,
     "costs": 983, "perf": 1853, "plumbing": 1004, "labs": 7279, "tests": 14018, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
