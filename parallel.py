@@ -161,7 +161,7 @@ AFTER_TP = [
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 # Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
-# the same functions `refuses` and `suggests`. Experts may be refused without --ep, too.
+# the same functions `refuses` and `suggests`. Experts need not have --ep to be refused with --tp.
 DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
