@@ -50,7 +50,7 @@ def test_no_rank_gets_stuck(name):
         parts = [part for call in calls for part in call]
         first = {key[:2]: described for key, _, *described in reversed(parts)}
         assert all(described == ["allreduce_", 4] for described in first.values())
-        assert "message outside of a batch" not in {part[2] for part in parts}
+        assert "lone message" not in {part[2] for part in parts}
 
 
 def test_what_gets_stuck_is_found():
@@ -69,8 +69,8 @@ def assert_late(directory, cases: dict, within=()) -> None:
     """Assert that training in which all arrives late is plain training."""
     results = train(directory, 4, cases, within=(*within, "tests/workers/late.py"))
     for name, result in results.items():
-        key = [cases[name]["config"], False, None, False, cases[name].get("seq", SEQ), "adamw"]
-        assert_same(result, plain_training(json.dumps(key)), 1e-12)
+        given = [cases[name]["config"], False, None, False, cases[name].get("seq", SEQ), "adamw"]
+        assert_same(result, plain_training(json.dumps(given)))
 
 
 LATE = {
@@ -85,7 +85,7 @@ LATE = {
 
 
 FAULTS = [  # a case, a file, a line and its fault, and what is told
-    ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "inplace"),
+    ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "modified inplace"),
     ("async tp", "async_tp", "return wait(under_way).view", "return under_way.view", "finite"),
     ("pp", "pipeline", "self.exchange(tick, result))", "self.exchange(tick, result));"
      " result is None or result.mul_(2)", "an input of send was changed before it was waited for"),
