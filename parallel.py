@@ -132,26 +132,19 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     place, groups = dict.fromkeys(("cp_mesh", "stage_group", "expert_mesh")), {}
-    if parallel.cp > 1:  # new groups, even where replicate or shard has the same ranks
-        ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()  # tp moves behind pp
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        place["cp_mesh"] = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
-        groups["cp"] = group
+    if parallel.cp > 1:
+        place["cp_mesh"] = context_parallel.make_mesh(mesh, parallel.cp, kind, groups)
     if parallel.pp > 1:
-        ranks = mesh.mesh.flatten(1).tolist()
-        place["stage_group"], _ = dist.new_subgroups_by_enumeration(ranks)
+        place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    mesh_groups = map(mesh.get_group, mesh.mesh_dim_names)
-    connect([*mesh_groups, place.get("stage_group"), *groups.values()], process.device)
+    connect([*map(mesh.get_group, dims), place["stage_group"], *groups.values()], process.device)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
 # tensor parallelism shards them, then those that wrap blocks or change the loss.
-BEFORE_TP = [
-    float8.TECHNIQUE,  # matrix products in 8 bits
-]
+BEFORE_TP = [float8.TECHNIQUE]  # matrix products in 8 bits
 AFTER_TP = [
     expert_parallel.TECHNIQUE,  # shards experts over ranks with different tokens
     async_tp.TECHNIQUE,  # stops the compiler from delaying messages; see tensor_parallel
@@ -160,8 +153,7 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
-# the same functions `refuses` and `suggests`. Experts need not have --ep to be refused with --tp.
+# What divides sizes by the ranks along a mesh dimension: functions `refuses` and `suggests`.
 DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 

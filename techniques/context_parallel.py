@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -94,6 +95,14 @@ def whole_sequences(parts: Tensor) -> Tensor:
     parts [n, ..., T/n, KV, E] -> [..., T, KV, E]."""
     first, second = parts.chunk(2, -3)
     return torch.cat([*first.unbind(0), *second.flip(0).unbind(0)], -3)
+
+
+def make_mesh(mesh: DeviceMesh, cp: int, kind: str, groups: dict) -> DeviceMesh:
+    """Return the ranks that share this rank's sequences, `cp` neighbours along replicate x shard.
+    Their group is new, even where replicate or shard has the same ranks; add it to `groups`."""
+    ranks = mesh.mesh.movedim(-1, 1).reshape(-1, cp).tolist()  # tp moves behind pp
+    groups["cp"], _ = dist.new_subgroups_by_enumeration(ranks)
+    return DeviceMesh.from_group(groups["cp"], kind, mesh_dim_names=("cp",))
 
 
 class SharedSequences(NamedTuple):
