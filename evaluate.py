@@ -125,9 +125,9 @@ def row_sums(
     tp, pp, shares = world.parallel.tp, world.parallel.pp, world.data_size
     padded_rows = [*rows, *[None] * (-len(rows) % shares)]
     if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * tp  # so that these ranks can share each row
+        dataset.multiple = 2 * world.parallel.cp * tp  # these ranks share the tokens
     sums = torch.zeros(len(padded_rows), 3, dtype=widest_float(world.device), device=world.device)
-    loss_of_batch, model.loss = model.loss, partial(loss_of_each_row, model.loss)
+    whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
         starts = range(world.data_rank, len(padded_rows), microbatch * shares)
         for start in until_signal(with_progress(starts, "evaluating")):
@@ -138,7 +138,7 @@ def row_sums(
             sums[my_rows, 1] = (batch.targets != IGNORE).sum(1).to(sums)
             sums[start, 2] = batch.text_bytes
     finally:
-        model.loss = loss_of_batch
+        model.loss = whole_loss
     if world.size > 1:
         dist.all_reduce(sums)
     # The sum has counted losses on each rank along tp, targets and bytes on each along tp and pp.
@@ -193,17 +193,17 @@ def describe_exam(right: dict[str, float]) -> str:
 def evaluation_of_run(
     args: argparse.Namespace, job: Job, world: World, work: Work, sample_text: Callable[[int], str]
 ) -> Callable[[int], tuple[dict[str, float | str], int]]:
-    """Return a function that evaluates the model of a run after a step. It prints the validation
-    loss, an exam's scores and sample_text(step), and returns ({name: result}, 0). If a signal ends
-    the evaluation, it returns ({}, number of the signal). All ranks call it."""
-    model, gathers_once = job.model, fits_unsharded(work, world)  # else for each token
+    """Return a function that evaluates the model of a run after a step: it prints the validation
+    loss, an exam's scores and sample_text(step), and returns them by name, and 0; or, if a signal
+    ends it, nothing and the signal's number. All ranks call it."""
+    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
 
     def evaluate_and_show(step: int) -> tuple[dict[str, float | str], int]:
         model.eval()
         try:
             totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-            weights = unsharded(model, world.parallel) if gathers_once else contextlib.nullcontext()
-            with weights, torch.compiler.set_stance("force_eager"):  # each token has other shapes
+            gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+            with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
                 text = sample_text(step)
                 scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
         except Stopped as stopped:

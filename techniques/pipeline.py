@@ -313,7 +313,6 @@ class Pipeline(nn.Module):
     def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
         """Compute what the whole model would, stage by stage, for evaluation and generation. All
         ranks have the logits; the rank with the last stage has the loss, the others 0."""
-        # The cache of the whole model keeps one for each of this rank's stages.
         caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
         x = tokens
         for stage in range(self.last + 1):

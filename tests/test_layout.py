@@ -32,7 +32,7 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 3831, "techniques": 2956, "text": 1765, "files": 1600, "runs": 1343,
+    "top": 3831, "techniques": 2954, "text": 1765, "files": 1600, "runs": 1343,
     "costs": 962, "perf": 1845, "plumbing": 1093, "labs": 7200, "tests": 14246, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
