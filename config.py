@@ -44,8 +44,8 @@ class Strategy:
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_spans]
 
 
-EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
-UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
+EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}  # FSDP
+UPDATES = {"gradients": "replicate", "optimizer": "replicate"}  # ZeRO-1: all but parameters
 STRATEGIES = {  # --dp auto takes the first that fits
     "ddp": Strategy("ddp", "rank"),
     "zero1": Strategy("zero1", "rank", UPDATES, automatic=False),

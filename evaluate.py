@@ -98,7 +98,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 
 
 class Stopped(Exception):
-    """A rank has received the `signal` of this number, which asks the run to save and end."""
+    """Ends an evaluation: some rank has received a signal that asks the run to save and end."""
 
     def __init__(self, signal: int):
         self.signal = signal
@@ -233,10 +233,10 @@ def sample_text(job: Job, prompt: str, step: int) -> str:
 def sample_answers(
     model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
 ) -> str:
-    """Return lines that show what a model answers to the first examples, and score all answers:
-    how many end by themselves, how long they are, and the share of tokens that they have in common
-    with the true ones (the F1 score of two bags of tokens). Tokens are drawn at random, since a
-    small model that always takes the likeliest one soon repeats itself."""
+    """Return lines that show what a model answers to the first examples, and a line of means over
+    all answers: how many end by themselves, how long they are, and how many tokens they have in
+    common with the true answers (the F1 score of two bags of tokens). Tokens are drawn at random,
+    since a small model that always takes the likeliest one soon repeats itself."""
     if not examples:
         return "no held-out prompt is short enough to show"
     prompts = [prompt for prompt, _ in examples]
@@ -265,7 +265,7 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     """Return a model with its weights and adapter, if any, split as the flags ask."""
     config, adapter = metadata["model"], args.adapter
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as the adapter's base
+    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # 4 if it trained on 4
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)

@@ -146,7 +146,7 @@ class LoRALinear(nn.Linear):
         weight on `dim`. It is None for a parameter that is replicated.
 
         A has the weight's input features, the others have its output features."""
-        other_dim, A_dim = (0, None) if dim == 0 else (None, 1)
+        other_dim, A_dim = (0, None) if dim == 0 else (None, 1)  # dim 0: output features
         dims = dict.fromkeys(self.PARAMETERS, other_dim) | {"weight": dim, "lora_A": A_dim}
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
@@ -154,8 +154,8 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        # Then product takes norms, sharded like the magnitudes, the number dropout, and the bias.
-        placements += placements[-1], None, getattr(self.bias, "placements", None)
+        placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
+        placements.append(getattr(self.bias, "placements", None))
         self.product = product_of_shards(self.product, placements, mesh)
 
 

@@ -100,7 +100,7 @@ class World(Process):
     @property
     def step_ranks(self) -> slice:
         """The ranks that take optimizer steps with this one: all, or with DiLoCo a replica's."""
-        replicas, replica = diloco.replicas_apart(self)
+        replicas, replica = diloco.replicas_apart(self)  # 1, 0 without DiLoCo
         n = self.size // replicas
         return slice(replica * n, (replica + 1) * n)
 

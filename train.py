@@ -167,7 +167,7 @@ def update(
     labs/mean shows the difference.
     `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    gradients, squared_norm = own_gradients(optimizer, world.size)  # of this rank's shards
+    gradients, squared_norm = own_gradients(optimizer, world.size)
     tokens = (batch.targets != IGNORE).sum()
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]

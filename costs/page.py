@@ -28,7 +28,7 @@ Traffic = dict[tuple[str, str], tuple[float, float]]  # (dimension, collective) 
 
 def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     """Return two numbers of elements, of w bytes, for a token and block: those saved for backward,
-    and those that activation checkpointing recomputes there. Techniques save `more`."""
+    and those that activation checkpointing recomputes there. `more` are saved by techniques."""
     c, p, tp = work.model.config, work.parallel, work.parallel.tp
     D, F, Q, KV, w = c.dim, c.ffn_dim * c.ffn_uses, c.q_dim, c.kv_dim, p.weight_bytes
     trains_all = work.model.tok_embeddings.weight.requires_grad
@@ -61,7 +61,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     `kept` is what else stays between steps. `peak` is not the sum of all kinds, since they are not
     all there at the same time (see `labs/run.py predict memory`)."""
     c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
-    if pp_rank is None:  # those between the second and the last hold no more than the second
+    if pp_rank is None:  # ranks between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
     part, wide = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), max(4, p.weight_bytes)
     D, F, V = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size / p.tp
@@ -80,7 +80,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         more.update(technique.holds(part, work))
     state |= {"optimizer": state["optimizer"] + more["optimizer"], "kept": more["kept"]}
 
-    # For a while unsharded: gradients, summed over microbatches, and weights to compute with.
+    # Unsharded for a while: sums of gradients (of microbatches, or in DDP's buckets), and weights.
     sums = trained * g if m > 1 or (p.strategy.wrapper == "ddp" and p.replicate > 1) else 0
     if p.strategy.uses_fsdp:
         sums = sums / p.shard if p.reshard == "all" else sums
@@ -94,7 +94,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     # Activations of the blocks (of all microbatches under way in a pipeline) and of the loss.
     block_saved, recomputed = (N * w * n for n in saved(work, more["saved"]))
     all_saved = block_saved if p.offload_activations else L * block_saved
-    if p.pp > 1:
+    if p.pp > 1:  # without trainable matrices, W has nothing to compute and holds nothing
         order = p.schedule, p.pp, m, p.stages_per_rank, pp_rank
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
     loss = 3 * N * D * w
@@ -161,21 +161,21 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
         calls = len(trained) if is_zero1 else buckets
         for collective in ("reduce-scatter", "all-gather") if is_zero1 else ("all-reduce",):
             yield "replicate", collective, calls, nbytes / calls
-    # Gradients of parameters that tp replicates, in the compute dtype or summed in float32.
+    # Gradients of parameters that tp replicates: summed over microbatches, or in the compute dtype.
     width = g if m > 1 and p.reshard != "all" else p.weight_bytes
     for parameter in (parameter for parameter, _, is_whole in trained if is_whole):
         yield "tp", "all-reduce", times, parameter.numel() * width
 
 
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
-    """Yield such entries for the residual stream over tp and pp, and for k and v over cp."""
+    """Yield the same for the residual stream, over tp and pp, and for k and v, over cp."""
     c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
     w, again = p.weight_bytes, p.recomputes
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again), kv
     yield "cp", "reduce-scatter", m * L, kv
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
-    ends = int(pp_rank == 0) + int(part.output is not None)  # the tied copy embeds nothing
+    ends = int(pp_rank == 0) + int(part.output is not None)  # the embedding, and the output
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
     yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit

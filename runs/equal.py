@@ -8,8 +8,8 @@ process, and by what parallelize() makes of it on this mesh. Compared are the ou
 summed over ranks (reduction), and the weights after the optimizer's step (update). What differs
 first is where to look: all that comes later only follows from it.
 
-`bench.py equal` takes a step of a run's own sizes, and each rank the whole step, too: so choose a
-small --model. At the start of every run a small model takes a step, without an update."""
+`bench.py equal` takes a step of a run's own sizes, and each rank also computes the whole step: so
+choose a small --model. At the start of every run a small model takes a step, without an update."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ from text.batch import Batch
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
-CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is more than 1
+CAUSES_OF_FLAGS = {  # field of ParallelConfig, if above 1 -> usual cause of a difference
     "tp": "under --tp a rank has some of the heads from wq to wo (q.shape[2] of them, and its head "
     "0 is not the model's), some of the features from w1 to w2, some of the vocabulary in the loss "
     "(vocabulary.logsumexp, .sum and .size are of all)",
@@ -57,7 +57,7 @@ CAUSES_OF_PHASES = {
     "update": "an optimizer that takes a shard for the whole matrix; updates that are not gathered",
 }
 SHARED = "blocks that share a module or a parameter train with --dp ddp alone"
-CAUSES_OF_ERRORS = {  # by a part of what torch says
+CAUSES_OF_ERRORS = {  # part of torch's message -> usual cause
     "mixed torch.Tensor and DTensor": "what COLUMNS returns are this rank's features, and x in a "
     "block is a DTensor, of all ranks: for outputs that every rank needs, as a router's, PLAN says "
     "NORM or ROWS, and a module of OfHeads() returns its `weight`, to be multiplied outside",
@@ -68,7 +68,7 @@ CAUSES_OF_ERRORS = {  # by a part of what torch says
     "writes_to_stream": "name there the layers of that module whose output is added to x, () for "
     "none; in place of nn.Sequential write a module",
 }
-NOT_OF_THE_MODEL = UserError, DistError, torch.OutOfMemoryError
+NOT_BY_THE_MODEL = UserError, DistError, torch.OutOfMemoryError  # errors with other causes
 
 
 def take_step(
@@ -112,7 +112,7 @@ def take_step(
 
 @torch.no_grad()
 def whole_tensor(*parts: Tensor) -> Tensor:
-    """Return a copy of a tensor in parts, which are gathered where they are DTensors."""
+    """Return one copy of a tensor that is given in parts: gather DTensors, then concatenate."""
     parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
     return torch.cat(parts) if parts[0].ndim else parts[0].clone()
 
@@ -137,7 +137,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
 
 def is_random(model: Llama, batch: Batch) -> bool:
     """Return whether a model draws random numbers, as in training with dropout, or has another loss
-    each time. Then it is compared as in evaluation: what stands under `if self.training` is not."""
+    each time. Then it is compared in evaluation, without what stands under `if self.training`."""
     losses, state = set(), random_state(batch.tokens.device)
     for _ in range(2):
         losses.add(model(*batch.inputs).item())
@@ -188,7 +188,7 @@ def compare_steps(
 
 
 def causes(phase: str, parallel: ParallelConfig) -> str:
-    """Return what may cause a difference in a phase, or, with "", in any."""
+    """Return the usual causes of a difference in a phase; with "", those of any difference."""
     of_flags = [cause for flag, cause in CAUSES_OF_FLAGS.items() if getattr(parallel, flag) > 1]
     return "; ".join(filter(None, [*of_flags, CAUSES_OF_PHASES.get(phase)]))
 
@@ -209,31 +209,31 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
         if cp > 1:
             check_attend(small_config(config))
     except Exception as error:
-        if isinstance(error, NOT_OF_THE_MODEL):
+        if isinstance(error, NOT_BY_THE_MODEL):
             raise
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
     rows, layers = 1, min(config.n_layers, 4)
-    cases = [(layers, 769, False)]  # several chunks of the loss, and longer than a short window
+    cases = [(layers, 769, False)]  # tokens of two chunks of the loss, and beyond a short window
     if pp > 1:  # stages begin where those of the run do, and many microbatches would take seconds
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
         layers = config.n_layers
         cases = [(layers, 8, False)]
-    elif layers < config.n_layers:  # others may differ from the first
+    elif layers < config.n_layers:  # later layers may differ from the first
         cases.append((config.n_layers, 8, False))
     if cp > 1:  # other code masks documents there, and a rank sees a part of the run's length
         cases += [(layers, min(seq_len, 2048), False), (layers, 769, True)]
-    world, multiple = replace(world, parallel=parallel), 2 * cp * tp  # which ranks share evenly
+    world = replace(world, parallel=parallel)
     one_by_one = partial(accumulate, microbatch=1)
     for n_layers, length, packed in cases:
         small = small_config(config, n_layers, tp)
-        T = math.ceil(length / multiple) * multiple
+        T = math.ceil(length / (2 * cp * tp)) * 2 * cp * tp  # tokens that ranks share evenly
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
         try:
             first = compare_steps(small, with_fixed_weights, batch, own, world, one_by_one)
         except Exception as error:
-            if isinstance(error, NOT_OF_THE_MODEL) or "gloo" in str(error):
+            if isinstance(error, NOT_BY_THE_MODEL) or "gloo" in str(error):  # a lost rank
                 raise
             first = f"an error ({describe(error)}); usual causes: {causes('', parallel)}"
         if first:
@@ -268,9 +268,9 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
             "condition self.training, as nn.Dropout has it, and keep nothing from call to call"
         )
     loss = model(tokens, targets)
-    first, second = (model(tokens[i : i + 1], targets[i : i + 1]) for i in (0, 1))
-    ignored = model(tokens, torch.stack([targets[0], torch.full_like(targets[1], IGNORE)]))
-    for found, expected, what in (ignored, first, "without"), (loss, first + second, "with"):
+    first, second = (model(tokens[i : i + 1], targets[i : i + 1]) for i in (0, 1))  # rows alone
+    one_ignored = model(tokens, torch.stack([targets[0], torch.full_like(targets[1], IGNORE)]))
+    for found, expected, what in (one_ignored, first, "without"), (loss, first + second, "with"):
         if not relative_difference(found, expected) < TOLERANCE:
             raise UserError(
                 f"beside a row {what} targets the loss is {found:.4g} and not {expected:.4g}, "
@@ -296,7 +296,7 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
     for name, parameters in groups.items():
         # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints
         # would recompute with another.
-        steps = [torch.ones_like(p).cumsum(0).sin() * 1e-6 for p in parameters]  # of no symmetry
+        steps = [torch.ones_like(p).cumsum(0).sin() * 1e-6 for p in parameters]  # no two rows alike
         losses = []
         for factor in (1, -2):  # a step forward, and one back from where it was
             for parameter, step in zip(parameters, steps):
@@ -313,8 +313,8 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
 
 
 def check_attend(config: LlamaConfig) -> None:
-    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. That is so if
-    fewer are drawn where another function attends, as it does under --cp."""
+    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. Under --cp
+    another function attends, and would draw none: so the random states after both differ."""
     model, batch, states = with_fixed_weights(Llama(config)).train(), small_batch(1, 8, config), []
     other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, k, v: q)
     for documents in (None, other):
@@ -329,9 +329,9 @@ def check_attend(config: LlamaConfig) -> None:
 
 
 def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
-    """Return `config` with small sizes, which tp divides, and 3, 5, 7 or 9 where they divide the
-    large ones, as groups of features may need; but with its own head_dim: on that depends which
-    kernel computes attention."""
+    """Return `config` with small sizes. tp divides them, and so do 3, 5, 7 and 9 if they divide the
+    large sizes, as groups of features may need. head_dim stays, since it decides which kernel
+    computes attention."""
     dim, ffn_dim = (math.gcd(size, 9 * 5 * 7) for size in (config.dim, config.ffn_dim))
     sizes = dict(dim=32 * tp * dim, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp * ffn_dim)
     return replace(config, n_layers=n_layers, vocab_size=64 * tp, **sizes)
@@ -339,7 +339,7 @@ def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaCo
 
 def small_batch(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
     """Return rows of T tokens, a ninth of them without a target. If packed, a row has three
-    documents, the second of one token. Where --cp parts a row, targets count on both sides."""
+    documents, the second of one token. There are targets on both sides of each cut by --cp."""
     index = torch.arange(rows * T).view(rows, T)
     tokens = index**2 % 61 % config.vocab_size
     targets = tokens.roll(-1, 1).masked_fill(index % 9 == 2, IGNORE)

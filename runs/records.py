@@ -34,8 +34,8 @@ from plumbing.processes import UserError, newest_checkpoint, note_step, print_ra
 from runs.flags import MODEL_FLAGS
 from text.tokenizer import Tokenizer
 
-# Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
-# the same experiment, or refused.
+# Flags beside config.RESUMABLE that a resumed run changes without a warning: the experiment stays
+# the same, or another check refuses the change.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
     "time_limit val_data exam keep_best microbatch device model tokenizer "
@@ -51,7 +51,7 @@ class Totals:
     tokens: int  # target tokens
     text_bytes: int  # bytes of text that the target tokens stand for
     grad_norm: float = 0.0
-    stop: int = 0  # the signal to stop with the largest number that a rank received
+    stop: int = 0  # the largest number of a signal that a rank received; 0: the run goes on
 
     @property
     def mean_loss(self) -> float:
@@ -72,7 +72,7 @@ class Recorder(contextlib.AbstractContextManager):
     ):
         """Continue a record after step `done`: remove later steps, which will run again."""
         self.args, self.world, self.done = args, world, done
-        self.told = False  # that the record cannot be written
+        self.has_warned = False  # that the metrics cannot be written
         trace = args.out / f"trace-{world.rank}.json"
         self.profiler = start_profiler(trace) if args.profile else None
         on_gpu = world.device.type == "cuda"
@@ -90,7 +90,7 @@ class Recorder(contextlib.AbstractContextManager):
     def __exit__(self, error, *_) -> None:
         if self.profiler:
             self.profiler.stop()
-        if not error:  # else the ranks find out which of them has failed in this step
+        if not error:  # after an error, ranks still need to know which of them is behind
             note_step(None)
 
     def measure(self, step: int, totals: Totals, lr: float) -> dict:
@@ -139,16 +139,16 @@ class Recorder(contextlib.AbstractContextManager):
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
             lock_directory(self.args.out)
-            told = f"was deleted or moved: its records begin again at step {metrics['step']}"
-            print(f"warning: {self.args.out} {told}", file=sys.stderr)
+            problem = f"was deleted or moved: its records begin again at step {metrics['step']}"
+            print(f"warning: {self.args.out} {problem}", file=sys.stderr)
             self._open(metrics["step"] - 1)
         try:
             self.file.write(f"{json.dumps(metrics)}\n".encode())
         except OSError as error:  # a full disk; the run goes on, and may save
-            if not self.told:
-                self.told = True
-                told = f"{path} is not written: {error.strerror}"
-                print(f"warning: {told}: the run goes on without it", file=sys.stderr)
+            if not self.has_warned:
+                self.has_warned = True
+                problem = f"{path} is not written: {error.strerror}"
+                print(f"warning: {problem}: the run goes on without it", file=sys.stderr)
         return is_best
 
     def _open(self, done: int) -> None:
@@ -179,8 +179,8 @@ def read_metrics(path: Path) -> list[dict]:
         elif line.endswith(b"\n"):  # else it is the last, of a run that writes it or was killed
             left_out.append(number)
     if left_out:
-        told = f"left out {len(left_out)} lines that are damaged, the first is line {left_out[0]}"
-        print_rank_zero(f"warning: {path}: {told}", file=sys.stderr)
+        what = f"left out {len(left_out)} lines that are damaged, the first is line {left_out[0]}"
+        print_rank_zero(f"warning: {path}: {what}", file=sys.stderr)
     return rows
 
 
@@ -189,7 +189,7 @@ def best_loss(out: Path) -> float:
     best = out / "best"
     name = best.readlink().name if best.exists() else ""
     rows = (row for row in read_metrics(out / "metrics.jsonl") if name == f"step-{row['step']:08d}")
-    return next((loss for row in rows if type(loss := row.get("val_loss")) is float), math.inf)
+    return next((row["val_loss"] for row in rows if type(row.get("val_loss")) is float), math.inf)
 
 
 def describe_process(world: World, work: Work) -> dict[str, str | int]:
@@ -242,7 +242,7 @@ def describe_run(
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable != parameters else ""
     notes = (technique.about(model, world) for technique in used_techniques(world.parallel))
-    notes = "".join(f"; {told}" for told in notes if told)
+    notes = "".join(f"; {note}" for note in notes if note)
     return (
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
@@ -280,7 +280,7 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
     another experiment, and if the training data differ. Old checkpoints lack some flags. Raises
     UserError for another optimizer, whose state the checkpoint does not have."""
-    had = before.get("optimizer", "adamw")  # before there was a choice
+    had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
     same_experiment = {*RESUMABLE, *RESUMABLE_FLAGS, *MODEL_FLAGS}
@@ -293,8 +293,8 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
         for name in sorted(changed - same_experiment)
     ]
     if "data_checksum" in changed:
-        told = "no longer gives the sequences that the run began with: further steps see others"
-        warnings.append(f"--data {' '.join(now['data'])} {told}")
+        change = "no longer gives the sequences that the run began with: further steps see others"
+        warnings.append(f"--data {' '.join(now['data'])} {change}")
     elif changed & {"data", "seed", "seq_len"}:
         warnings.append("sequences have another order now: this epoch may read some of them again")
     for warning in warnings:

@@ -79,19 +79,19 @@ def setup(args: argparse.Namespace) -> Process:
     return process
 
 
-# Flags that must have the default of their field on an Apple GPU: other values cannot be computed,
-# or were never tried.
-OFF_ON_APPLE_GPU = ["dp", "dtype", "compile", "checkpointing", "offload"]
-OFF_ON_APPLE_GPU += [technique.flag for technique in (*BEFORE_TP, *AFTER_TP) if technique.flag]
+# Flags whose only value on an Apple GPU is the default of their field: other values cannot be
+# computed, or were never tried.
+FIXED_ON_APPLE_GPU = ["dp", "dtype", "compile", "checkpointing", "offload"]
+FIXED_ON_APPLE_GPU += [technique.flag for technique in (*BEFORE_TP, *AFTER_TP) if technique.flag]
 
 
 def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
-    """Return this process on an Apple GPU (MPS), and set the flags of OFF_ON_APPLE_GPU."""
+    """Return this process on an Apple GPU (MPS), and set the flags of FIXED_ON_APPLE_GPU."""
     if not torch.backends.mps.is_available():
         raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
     if process.size > 1:
         raise UserError("--device mps is for one process: leave it out, for the CPU")
-    for name in OFF_ON_APPLE_GPU:
+    for name in FIXED_ON_APPLE_GPU:
         value = "float32" if name == "dtype" else FLAGS[name].default
         if getattr(args, name) not in (None, "auto", value):
             flag = f"--{name.replace('_', '-')}"
@@ -145,16 +145,16 @@ def choose_work(
     room = process.minimum(usable_memory(process.device))
 
     def count(choice: Work) -> float:
-        return process.broadcast_from_rank_zero(partial(counted_by_predicted, choice))
+        return process.broadcast_from_rank_zero(partial(ratio_of_peaks, choice))
 
     parallel, reason = choose_parallel(work, args.shard, process, room, count)
     process.check_same("the models or their meshes", (whole.config, parallel))
     return replace(work, parallel=parallel), reason
 
 
-def counted_by_predicted(work: Work) -> float:
-    """Return the counted / the predicted peak of memory, or 1 if the step cannot be counted. It is
-    emulated in another process, since this process has real ranks already."""
+def ratio_of_peaks(work: Work) -> float:
+    """Return the counted peak of memory divided by the predicted one, or 1 if the step cannot be
+    counted. It is emulated in another process, since this process has real ranks already."""
     print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
     command = [sys.executable, "-m", "perf.emulated"]
     root = Path(__file__).resolve().parent.parent
@@ -231,12 +231,12 @@ def resume(
     if not newest:
         return 0
     newest = newest_undamaged(newest)
-    before = checkpoint.read_config(newest)["flags"]
+    before = {"token_offset": 0} | checkpoint.read_config(newest)["flags"]  # old runs lack it
     records.warn_about_changed_flags(before, vars(args))
     steps_done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
-    tokens_read = tokens_done(argparse.Namespace(**{"token_offset": 0} | before), steps_done)
+    tokens_read = tokens_done(argparse.Namespace(**before), steps_done)
     args.token_offset = tokens_read - tokens_done(args, steps_done)
-    if args.epochs:
+    if args.epochs:  # tokens that have been read take no further steps
         args.steps -= args.token_offset // (args.batch * args.seq_len)
     print_rank_zero(f"resumed from {newest}")
     if steps_done >= args.steps:

@@ -86,8 +86,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 
 def mark_products(layer: nn.Module) -> None:
-    """Mark the layer's matrix products for the policy below, by running aten.alias before each; it
-    computes nothing. In compiled blocks too, the policy sees operators, but not their layers."""
+    """Mark the layer's matrix products for the policy below, which sees operators, in compiled
+    blocks too, but not their layers. aten.alias, which computes nothing, runs before each."""
     if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
         layer.saves_chunks = True
     else:

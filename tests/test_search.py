@@ -15,7 +15,7 @@ from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
 from plumbing.processes import UserError
 from runs.rules import check_parallel
-from runs.setup import counted_by_predicted
+from runs.setup import ratio_of_peaks
 
 
 def world_of(nodes: int, per_node: int):
@@ -145,4 +145,4 @@ def test_a_step_is_counted_in_another_process():
     work = Work(build_on_meta(LlamaConfig(64, 3, 4, 2, 160, 512)), parallel, 4, 1, 256, on_gpu=True)
     eager = replace(work, parallel=replace(parallel, compile=False), on_gpu=False)
     _, counted = emulate(eager)
-    assert counted_by_predicted(work) == pytest.approx(counted["peak"] / holds(eager, 0)["peak"])
+    assert ratio_of_peaks(work) == pytest.approx(counted["peak"] / holds(eager, 0)["peak"])

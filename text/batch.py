@@ -49,7 +49,7 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
-    starts: Tensor | None = None  # [B, R] int32: document_starts(positions); None without them
+    starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
