@@ -51,7 +51,8 @@ def main() -> None:
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    finished = train.train(args, job, world, runner, work, newest, sample_text)
+    task = evaluate.Prediction(args, job, world, sample_text)
+    finished = train.train(args, job, world, runner, work, newest, task)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it exists if --resume found a finished run

@@ -46,7 +46,15 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from config import Work
 from model import attend, document_mask
-from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
+from text.batch import (
+    Batch,
+    Documents,
+    document_numbers,
+    document_starts,
+    flat_starts,
+    kernel_widths,
+    sums_by_number,
+)
 
 
 def refuses(work: Work) -> str:
@@ -134,6 +142,16 @@ class SharedBatch(Batch):
     packed: bool = False  # whether rows may hold several documents: positions were given
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
+
+    def sums_of_documents(self, x: Tensor) -> Tensor:
+        """Return the sums over whole documents on the first of these ranks, and 0 on the others, as
+        if they had none: so that each is counted once. Communication: an all-reduce of [B, R], and
+        in backward another one, which tells the others the first one's gradient."""
+        rank, n = self.mesh.get_local_rank(), self.mesh.size()
+        numbers = own_tokens(document_numbers(self.all_positions), rank, n)
+        parts = sums_by_number(x, numbers, self.starts)
+        sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
+        return sums.full_tensor(grad_placements=[Partial()]) * (rank == 0)
 
     @property
     def documents(self) -> SharedSequences:
