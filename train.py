@@ -21,7 +21,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
