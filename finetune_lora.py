@@ -35,10 +35,11 @@ from files.adapters import load_adapter as load_adapter  # re-exported for users
 from files.adapters import peft_name
 from generate import find_model
 from model import Llama
-from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.processes import Process, UserError, is_rank_zero, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
 from text.chat import open_samples
+from text.conversations import CONVERSATIONS, Format
 from text.corpora import Reading
 from text.exams import Exam
 
@@ -53,7 +54,12 @@ def main() -> None:
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
     task = evaluate.Prediction(args, job, world, sample_text)
     finished = train.train(args, job, world, runner, work, newest, task)
-    if args.merge and finished and world.rank == 0:
+    end(args, job, finished)
+
+
+def end(args: argparse.Namespace, job: setup.Job, finished: bool) -> None:
+    """Write the merged model, if asked for, and say how to use what was trained."""
+    if args.merge and finished and is_rank_zero():
         merged = args.out / "merged"
         if not merged.exists():  # it exists if --resume found a finished run
             source = args.out / "best" if args.merge == "best" else args.out
@@ -64,7 +70,9 @@ def main() -> None:
     print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {chat_flags}")
 
 
-def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list]:
+def prepare(
+    args: argparse.Namespace, process: Process, kind: Format = CONVERSATIONS
+) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the base model with adapters on meta.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
@@ -84,7 +92,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading
+        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading, kind
     )
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
@@ -94,7 +102,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
-    list_left_out(reading, f"conversations-{args.data_checksum}")
+    list_left_out(reading, f"{kind.name}s-{args.data_checksum}")
     print_rank_zero(summary)
 
     def initialize(model: Llama) -> None:
