@@ -72,7 +72,18 @@ class Format(NamedTuple):
     default: Callable[[], Iterator[Sample]]  # the samples of `python`
 
 
-def read_conversations(path: Path, reading: Reading, kind: Format) -> Iterator[Sample]:
+CONVERSATIONS = Format(
+    "sample",
+    LINE_FORMATS,
+    LINE_FIELDS,
+    parse=lambda record, where: [conversation_of(record, where)],
+    default=lambda: docstrings(),
+)
+
+
+def read_conversations(
+    path: Path, reading: Reading, kind: Format = CONVERSATIONS
+) -> Iterator[Sample]:
     """Yield the sample in each line of a JSONL file, or in each element of a JSON array.
 
     A line is a JSON object in the format of this `kind`; "input" may be missing. Messages after the
@@ -242,15 +253,6 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 
 
 # ----------------------------------------------------------------------------------- both kinds
-
-
-CONVERSATIONS = Format(
-    "sample",
-    LINE_FORMATS,
-    LINE_FIELDS,
-    lambda record, where: [conversation_of(record, where)],
-    docstrings,
-)
 
 
 def conversations(
