@@ -24,7 +24,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -214,38 +214,39 @@ class Prediction:
     args: argparse.Namespace
     job: Job
     world: World
+    work: Work
     sample_text: Callable[[int], str]
+
+    @cached_property
+    def fits(self) -> bool:
+        """Return whether all weights can be gathered, once for all tokens of a sample."""
+        return fits_unsharded(self.work, self.world)
 
     def prepare(self, step: int, batch: Batch) -> Batch:
         """Return what a step trains on, given the rows that were read for it."""
         return batch
 
-    def evaluate(self) -> Totals:
-        limit, microbatch = self.args.eval_windows, self.args.microbatch
-        return evaluate(self.job.model, self.job.val_set, limit, microbatch, self.world)
-
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return by name what is shown beside the loss of the step or evaluation before."""
         return {"bits_per_byte": totals.bits_per_byte}
 
+    def evaluate(self) -> Totals:
+        limit, microbatch = self.args.eval_windows, self.args.microbatch
+        return evaluate(self.job.model, self.job.val_set, limit, microbatch, self.world)
 
-def evaluation_of_run(
-    args: argparse.Namespace, job: Job, world: World, work: Work, task: Prediction
-) -> Callable[[int], tuple[dict[str, float | str], int]]:
-    """Return a function that evaluates the model of a run after a step: it prints the validation
-    loss, an exam's scores and a sample of text, and returns them by name, and 0; or, if a signal
-    ends it, nothing and the signal's number. All ranks call it."""
-    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
-
-    def evaluate_and_show(step: int) -> tuple[dict[str, float | str], int]:
+    def evaluate_and_show(self, step: int) -> tuple[dict[str, float | str], int]:
+        """Evaluate the model after a step: print the validation loss, an exam's scores and a sample
+        of text. Return them by name, and 0; or, if a signal ends it, nothing and the signal's
+        number. All ranks call it."""
+        model, exam, world = self.job.model, self.job.exam, self.world
         model.eval()
         try:
-            totals = task.evaluate()
-            measures = task.measures(totals)
-            gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+            totals = self.evaluate()
+            measures = self.measures(totals)
+            gathered = unsharded(model, world.parallel) if self.fits else contextlib.nullcontext()
             with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
-                text = task.sample_text(step)
-                scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+                text = self.sample_text(step)
+                scores = take_exam(model, exam, self.args.microbatch, world)[0] if exam else {}
         except Stopped as stopped:
             print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
             return {}, stopped.signal
@@ -256,8 +257,6 @@ def evaluation_of_run(
         )
         results = {f"val_{name}": value for name, value in measures.items()}
         return {"val_loss": totals.mean_loss} | results | {"sample": text} | scores, 0
-
-    return evaluate_and_show
 
 
 def sample_text(job: Job, prompt: str, step: int) -> str:

@@ -22,6 +22,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import copy
 import shlex
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,7 +36,7 @@ from files.adapters import load_adapter as load_adapter  # re-exported for users
 from files.adapters import peft_name
 from generate import find_model
 from model import Llama
-from plumbing.processes import Process, UserError, is_rank_zero, print_rank_zero, run
+from plumbing.processes import Process, UserError, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
 from text.chat import open_samples
@@ -45,21 +46,20 @@ from text.exams import Exam
 
 
 def main() -> None:
-    args = flags.parse_finetuning()
+    finetune(flags.parse_finetuning(), CONVERSATIONS, evaluate.Prediction)
+
+
+def finetune(args: argparse.Namespace, kind: Format, make_task: Callable) -> None:
+    """Train adapters on data of a kind, for a task, as evaluate.Prediction is one."""
     process = setup.setup(args)
-    job, examples = prepare(args, process)
+    job, examples = prepare(args, process, kind)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    task = evaluate.Prediction(args, job, world, sample_text)
+    task = make_task(args, job, world, work, sample_text)
     finished = train.train(args, job, world, runner, work, newest, task)
-    end(args, job, finished)
-
-
-def end(args: argparse.Namespace, job: setup.Job, finished: bool) -> None:
-    """Write the merged model, if asked for, and say how to use what was trained."""
-    if args.merge and finished and is_rank_zero():
+    if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it exists if --resume found a finished run
             source = args.out / "best" if args.merge == "best" else args.out

@@ -32,15 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import checkpoint
 import evaluate
 import finetune_lora
-import train
 from lora import adapters_off
 from model import IGNORE
 from plumbing.parser import Parser, positive_float
-from plumbing.processes import UserError, print_rank_zero, run
-from runs import flags, setup
+from plumbing.processes import UserError, run
+from runs import flags
 from runs.records import Totals
 from techniques.chunked_loss import cross_entropies
 from text.batch import Batch
@@ -83,16 +81,19 @@ class Preferences(evaluate.Prediction):
 
     sums: Tensor = field(default_factory=partial(torch.zeros, 2 + len(MEASURED)))
 
+    def __post_init__(self):
+        self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
+
     def prepare(self, step: int, batch: Batch) -> Batch:
         """Return the batch with this objective and the base's log p of each target."""
         model, microbatches = self.job.model, batch.microbatches(self.args.microbatch)
-        given = torch.zeros((), device=batch.targets.device)
+        given = torch.zeros_like(batch.targets)
         if self.args.loss != "simpo":
             with adapters_off(model):
                 losses = [model(*part.inputs, documents=part.documents) for part in microbatches]
             # In a pipeline only the last stage has and needs them; the others get 0.
             given = -torch.cat([x.expand_as(p.targets) for x, p in zip(losses, microbatches)])
-        return replace(batch, objective=self, given=given.expand_as(batch.targets))
+        return replace(batch, objective=self, given=given)
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of pairs; add up what is measured. `losses` is -log p of
@@ -141,17 +142,7 @@ def of_answers(x: Tensor, batch: Batch) -> Tensor:
 
 
 def main() -> None:
-    args = parse_args()
-    process = setup.setup(args)
-    job, examples = finetune_lora.prepare(args, process, PAIRS)
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    print_rank_zero(setup.describe_strategies(args, job, process))
-    world, runner, work = setup.build(args, job, process, train.accumulate)
-    job.model.loss = cross_entropies  # of each target: the objective makes one loss of them
-    sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    task = Preferences(args, job, world, sample_text)
-    finished = train.train(args, job, world, runner, work, newest, task)
-    finetune_lora.end(args, job, finished)
+    finetune_lora.finetune(parse_args(), PAIRS, Preferences)
 
 
 if __name__ == "__main__":

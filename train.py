@@ -51,7 +51,7 @@ def main() -> None:
     # A small model first tries `accumulate`, below; then each rank allocates its part of the model.
     world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
-    task = evaluate.Prediction(args, job, world, sample_text)
+    task = evaluate.Prediction(args, job, world, work, sample_text)
     train(args, job, world, runner, work, newest, task)
     out = shlex.quote(str(args.out))
     print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
@@ -78,9 +78,8 @@ def train(
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
     saver = checkpoint.Saver(args.out, job.model, optimizer, job.tokenizer, vars(args))
-    evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, task)
     if args.init and args.eval_every and not steps_done:
-        evaluate_and_show(0)
+        task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
     read_batch = partial(data.local_batch, args, world, job.train_set)
     batches = map(task.prepare, steps, data.read_ahead(read_batch, steps, world.device))
@@ -102,7 +101,7 @@ def train(
             if step == args.steps or is_due(step, args.save_every, args.steps):
                 saver.save(step)  # before the evaluation, which may be long
             if not stopped and is_due(step, args.eval_every, args.steps):
-                results, stopped = evaluate_and_show(step)
+                results, stopped = task.evaluate_and_show(step)
                 metrics |= results
             is_best = recorder.write(metrics)
             if is_best or stopped:

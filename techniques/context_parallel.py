@@ -46,15 +46,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from config import Work
 from model import attend, document_mask
-from text.batch import (
-    Batch,
-    Documents,
-    document_numbers,
-    document_starts,
-    flat_starts,
-    kernel_widths,
-    sums_by_number,
-)
+from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
 def refuses(work: Work) -> str:
@@ -144,14 +136,17 @@ class SharedBatch(Batch):
     dtype: torch.dtype = torch.float32  # of computation
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
-        """Return the sums over whole documents on the first of these ranks, and 0 on the others, as
-        if they had none: so that each is counted once. Communication: an all-reduce of [B, R], and
-        in backward another one, which tells the others the first one's gradient."""
-        rank, n = self.mesh.get_local_rank(), self.mesh.size()
-        numbers = own_tokens(document_numbers(self.all_positions), rank, n)
-        parts = sums_by_number(x, numbers, self.starts)
+        """Return the sums over whole documents on the first of these ranks, and 0 on the others, so
+        that each is counted once. Communication: an all-reduce of [B, R], also in backward, which
+        takes the first one's gradient to the others."""
+        parts = super().sums_of_documents(x)
         sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
-        return sums.full_tensor(grad_placements=[Partial()]) * (rank == 0)
+        return sums.full_tensor(grad_placements=[Partial()]) * (self.mesh.get_local_rank() == 0)
+
+    @property
+    def document_numbers(self) -> Tensor:
+        numbers = (self.all_positions == 0).cumsum(1) - 1
+        return own_tokens(numbers, self.mesh.get_local_rank(), self.mesh.size())
 
     @property
     def documents(self) -> SharedSequences:

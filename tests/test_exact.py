@@ -168,13 +168,13 @@ QUICK |= {
         (2, "sigmoid", "dora", dict(dp="fsdp")),
         (2, "sigmoid", "dora", dict(tp=2)),
         (2, "ipo", "all", dict(cp=2, microbatch=4)),
-        (2, "simpo", "w2", dict(pp=2)),
+        (2, "simpo", "dora", dict(pp=2, schedule="zero-bubble", microbatch=1)),
     )
 }
 
 
 def of_preferences(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
-    """Return every fourth case with adapters whose rows are the pairs' as one of preferences."""
+    """Return every second case with adapters whose rows are the pairs' as one of preferences."""
     usable = [
         (name, ranks, given)
         for name, (ranks, given) in cases.items()
@@ -182,7 +182,7 @@ def of_preferences(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, d
     ]
     return {
         f"{name} preferences {loss}": (ranks, given | dict(preferences=loss, seq=24))
-        for (name, ranks, given), loss in zip(usable[::4], itertools.cycle(LOSSES))
+        for (name, ranks, given), loss in zip(usable[::2], itertools.cycle(LOSSES))
     }
 
 

@@ -33,7 +33,7 @@ FAULTS = {
         ("return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
         ("parts.full_tensor(grad_placements=[Partial()])", "parts.full_tensor()"),
         ("sums.full_tensor(grad_placements=[Partial()])", "sums.full_tensor()"),
-        ("[Partial()]) * (rank == 0)", "[Partial()])"),  # pairs counted on each rank
+        (" * (self.mesh.get_local_rank() == 0)", ""),  # pairs counted on each rank
         ("batch.targets, positions)]", "batch.targets, positions * 0 + 1)]"),
         ("torch.logaddexp(*log_sums)", "torch.maximum(*log_sums)"),
     ],

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,6 @@ class Documents(NamedTuple):
         return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
 
 
-class Objective(Protocol):
-    """A loss that is no sum over targets (preferences.py). The model then computes something of
-    each token, and this makes a loss of it, and says by what a step divides the sum."""
-
-    def loss(self, computed: Tensor, batch: "Batch") -> Tensor: ...
-
-    def count(self, batch: "Batch") -> Tensor: ...
-
-
 @dataclass
 class Batch:
     """B sequences of T tokens: one rank's share of a step's batch."""
@@ -60,7 +51,8 @@ class Batch:
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
-    objective: Objective | None = None  # None: the loss is what the model returns, a sum
+    # For a loss that is no sum over targets: preferences.py has such an objective.
+    objective: Any = None
     given: Tensor | None = None  # [B, T, ...]: what the objective has to know of each target
 
     def __post_init__(self):
@@ -68,17 +60,20 @@ class Batch:
             self.starts = document_starts(self.positions)
 
     def loss(self, computed: Tensor) -> Tensor:
-        """Return the loss of a microbatch, a sum, from what the model has computed of it."""
+        """Return the loss of a microbatch, a sum, from what the model has computed."""
         return self.objective.loss(computed, self) if self.objective else computed
 
     def count(self) -> Tensor:
-        """Return the number by which a step divides the sum of losses: that of the targets, or of
-        what the objective counts."""
+        """Return by what a step divides its loss: targets, or what the objective counts."""
         return self.objective.count(self) if self.objective else (self.targets != IGNORE).sum()
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
-        """Return the sum of x [B, T] over each document: [B, R], 0 where a row has fewer."""
-        return sums_by_number(x, document_numbers(self.positions), self.starts)
+        """Return the sum of x [B, T] over each document, [B, R], of rows that begin with one."""
+        return x.new_zeros(self.starts.shape).scatter_add(1, self.document_numbers, x)
+
+    @property
+    def document_numbers(self) -> Tensor:
+        return (self.positions == 0).cumsum(1) - 1  # [B, T]: 0, 1, ... within a row
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -114,16 +109,6 @@ class Batch:
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
-def document_numbers(positions: Tensor) -> Tensor:
-    """Return the number of each token's document within its row, from 0: [B, T]."""
-    return F.pad((positions[:, 1:] == 0).cumsum(1), (1, 0))
-
-
-def sums_by_number(x: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
-    """Return the sums of those elements of x [B, T] that have the same number in a row: [B, R]."""
-    return x.new_zeros(starts.shape).scatter_add(1, numbers, x)
-
-
 def document_starts(positions: Tensor) -> Tensor:
     """Return the columns where documents start, [B, R] int32, filled up with T. R is a power of 2
     that only grows during a run, since a compiled model compiles again for each value.
@@ -131,12 +116,12 @@ def document_starts(positions: Tensor) -> Tensor:
     positions [B, T]: 0 starts a document, and so does a row."""
     T = positions.shape[1]
     is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
-    number = document_numbers(positions)
-    most = 1 << int(number.max()).bit_length()  # the next power of 2
+    number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
+    most = 1 << (int(number.max()) - 1).bit_length()  # the next power of 2
     LARGEST_R[T] = max(LARGEST_R.get(T, 1), most)
     starts = positions.new_full((len(positions), LARGEST_R[T]), T)
     rows, columns = is_start.nonzero(as_tuple=True)
-    starts[rows, number[rows, columns]] = columns
+    starts[rows, number[rows, columns] - 1] = columns
     return starts.int()
 
 

@@ -19,7 +19,6 @@ from plumbing.processes import UserError
 from text.conversations import Conversation, Format, Sample, conversation_of, docstrings
 
 EXPECTED = '{"prompt", "chosen", "rejected"}, or {"chosen", "rejected"} with whole conversations'
-PROMPTS = ("prompt", "question", "instruction")  # names of the prompt in several data sets
 OF_BOTH = {"system", "weight", "train"}  # fields that hold for both conversations
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -27,10 +26,7 @@ SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 def pair_of(record: dict, where: str) -> list[Conversation]:
     """Return the conversations with the chosen and with the rejected answer of a JSON object, with
     `train: False` in what they share. Raise UserError where they differ before an answer."""
-    prompts, pair = [record[name] for name in PROMPTS if name in record], []
-    if len(prompts) > 1:
-        raise UserError(f"{where}: more than one of {', '.join(PROMPTS)}: leave one of them")
-    prompt = _messages(prompts[0], "user") if prompts else []
+    prompt, pair = _messages(record.get("prompt", []), "user"), []
     for name in ("chosen", "rejected"):
         said = _messages(record.get(name), "assistant" if prompt else None)
         if not said or prompt is None:
@@ -72,6 +68,5 @@ def docstring_pairs() -> Iterator[Sample]:
             yield sample._replace(rejected=rejected)
 
 
-PAIRS = Format(
-    "pair", EXPECTED, {*PROMPTS, *OF_BOTH, "chosen", "rejected"}, pair_of, docstring_pairs
-)
+FIELDS = {"prompt", "chosen", "rejected", *OF_BOTH}
+PAIRS = Format("pair", EXPECTED, FIELDS, pair_of, docstring_pairs)

@@ -159,9 +159,9 @@ def train(process, case: dict) -> dict:
     batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
     rows, task = [], None  # of each step: mean loss, number of targets, gradient norm, measures
     if loss := case.get("preferences"):
-        model.loss, pairs = chunked_loss.cross_entropies, packed_pairs()
+        pairs = packed_pairs()
         flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
-        task = Preferences(flags, SimpleNamespace(model=model, val_set=pairs), world, None)
+        task = Preferences(flags, SimpleNamespace(model=model, val_set=pairs), world, None, None)
         batch = pairs.batch([*range(BATCH)]).microbatches(share)[world.data_rank]
         totals = task.evaluate()
         rows.append((totals.mean_loss, *task.measures(totals).values()))
