@@ -40,19 +40,19 @@ from plumbing.processes import Process, UserError, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
 from text.chat import open_samples
-from text.conversations import CONVERSATIONS, Format
+from text.conversations import conversations
 from text.corpora import Reading
 from text.exams import Exam
 
 
 def main() -> None:
-    finetune(flags.parse_finetuning(), CONVERSATIONS, evaluate.Prediction)
+    finetune(flags.parse_finetuning(), conversations, evaluate.Prediction)
 
 
-def finetune(args: argparse.Namespace, kind: Format, make_task: Callable) -> None:
-    """Train adapters on data of a kind, for a task, as evaluate.Prediction is one."""
+def finetune(args: argparse.Namespace, read: Callable, make_task: Callable) -> None:
+    """Train adapters on what `read` yields of --data, for a task such as evaluate.Prediction."""
     process = setup.setup(args)
-    job, examples = prepare(args, process, kind)
+    job, examples = prepare(args, process, read)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
@@ -71,7 +71,7 @@ def finetune(args: argparse.Namespace, kind: Format, make_task: Callable) -> Non
 
 
 def prepare(
-    args: argparse.Namespace, process: Process, kind: Format = CONVERSATIONS
+    args: argparse.Namespace, process: Process, read: Callable = conversations
 ) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the base model with adapters on meta.
 
@@ -92,7 +92,7 @@ def prepare(
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading, kind
+        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading, read
     )
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
@@ -102,7 +102,7 @@ def prepare(
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
-    list_left_out(reading, f"{kind.name}s-{args.data_checksum}")
+    list_left_out(reading, f"conversations-{args.data_checksum}")
     print_rank_zero(summary)
 
     def initialize(model: Llama) -> None:

@@ -25,8 +25,7 @@ rewards alone: both may fall, while answers that are in no pair become likelier.
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +41,14 @@ from runs import flags
 from runs.records import Totals
 from techniques.chunked_loss import cross_entropies
 from text.batch import Batch
-from text.pairs import PAIRS
+from text.pairs import pairs
 
 # Loss of a pair, of its margin: the chosen reward - the rejected one.
 LOSSES = {
     "sigmoid": lambda margin, beta: -F.logsigmoid(margin),
     # Azar et al. 2023, arXiv:2310.12036: a margin that is large enough is not pulled further.
     "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,
-    # Meng et al. 2024, arXiv:2405.14734: the reward is beta times the mean log p, without a base.
-    "simpo": lambda margin, beta: -F.logsigmoid(margin - SIMPO_MARGIN),
 }
-SIMPO_MARGIN = 0.5
 MEASURED = ("accuracy", "margin", "chosen", "rejected")  # the last two are rewards
 
 
@@ -64,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     add("--beta", type=positive_float, default=0.1,
         help="factor of rewards: a small one lets the model go further from the base")
     add("--loss", choices=LOSSES, default="sigmoid",
-        help="of a pair: DPO's, IPO's, or SimPO's, which needs no base and a --beta of 2 or so")
+        help="of a pair: sigmoid is DPO's, ipo pulls a margin to 1/2 and no further")
     # fmt: on
     parser.set_defaults(lr=1e-3)
     args = flags.complete_finetuning(parser.parse_args(), "dpo")
@@ -75,45 +71,36 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-@dataclass
 class Preferences(evaluate.Prediction):
     """The task of a run: to prefer chosen answers. It is also the objective of its batches."""
 
-    sums: Tensor = field(default_factory=partial(torch.zeros, 2 + len(MEASURED)))
-
     def __post_init__(self):
+        self.sums = torch.zeros(2 + len(MEASURED))  # of losses and pairs, and of what is MEASURED
         self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
 
     def prepare(self, step: int, batch: Batch) -> Batch:
         """Return the batch with this objective and the base's log p of each target."""
         model, microbatches = self.job.model, batch.microbatches(self.args.microbatch)
-        given = torch.zeros_like(batch.targets)
-        if self.args.loss != "simpo":
-            with adapters_off(model):
-                losses = [model(*part.inputs, documents=part.documents) for part in microbatches]
-            # In a pipeline only the last stage has and needs them; the others get 0.
-            given = -torch.cat([x.expand_as(p.targets) for x, p in zip(losses, microbatches)])
+        with adapters_off(model):
+            losses = [model(*part.inputs, documents=part.documents) for part in microbatches]
+        # In a pipeline only the last stage has and needs them; the others get 0.
+        given = -torch.cat([x.expand_as(p.targets) for x, p in zip(losses, microbatches)])
         return replace(batch, objective=self, given=given)
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of pairs; add up what is measured. `losses` is -log p of
         each target, [B, T]."""
         rewards = self.args.beta * of_answers(-losses - batch.given, batch)  # [B, pairs, 2]
-        lengths = of_answers((batch.targets != IGNORE).to(losses), batch)
-        if self.args.loss == "simpo":
-            rewards = rewards / lengths.clamp(min=1)
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
         pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
         rows = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
-        is_pair = lengths[..., 0] > 0  # not padding
-        sums = torch.stack([torch.where(is_pair, row, 0).sum() for row in rows])
+        sums = torch.stack([torch.where(are_pairs(batch), row, 0).sum() for row in rows])
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of pairs."""
-        return (of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0).sum()
+        return are_pairs(batch).sum()
 
     @torch.no_grad()
     def evaluate(self) -> Totals:
@@ -141,8 +128,13 @@ def of_answers(x: Tensor, batch: Batch) -> Tensor:
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))
 
 
+def are_pairs(batch: Batch) -> Tensor:
+    """Return which of the pairs of `of_answers` are no padding: [B, pairs]."""
+    return of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0
+
+
 def main() -> None:
-    finetune_lora.finetune(parse_args(), PAIRS, Preferences)
+    finetune_lora.finetune(parse_args(), pairs, Preferences)
 
 
 if __name__ == "__main__":

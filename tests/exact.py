@@ -138,14 +138,11 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
         return sum(logits[i - 1].log_softmax(0)[ids[i]] for i, on in enumerate(is_target) if on)
 
     ours, theirs = (torch.stack([log_p(w, *s) for s in samples]) for w in (weights, base))
-    lengths = torch.tensor([sum(is_target) for _, is_target in samples])
-    rewards = BETA * (ours / lengths if loss == "simpo" else ours - theirs)
-    chosen, rejected = rewards.view(-1, 2).T
+    chosen, rejected = (BETA * (ours - theirs)).view(-1, 2).T
     margin = chosen - rejected
     losses = {
         "sigmoid": (1 + (-margin).exp()).log(),
         "ipo": (margin / BETA - 0.5 / BETA) ** 2,
-        "simpo": (1 + (0.5 - margin).exp()).log(),
     }
     measures = (margin > 0).double(), margin, chosen, rejected
     return losses[loss].mean(), len(margin), tuple(each.mean().item() for each in measures)

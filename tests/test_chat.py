@@ -346,7 +346,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "split_of", lambda name: "val")  # or if all lines would be
     train, val, _, _ = opened(path)
     assert (len(train.samples), len(val.samples)) == (2, 1)
-    for samples, holds in ((0, "no sample: give lines like {"), (1, "one sample that fits")):
+    for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample that fits")):
         write(path, *answering(samples))
         with pytest.raises(UserError, match=f"holds {holds}"):
             opened(path)

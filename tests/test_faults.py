@@ -71,7 +71,7 @@ FAULTS = {
         ("if magnitude is not None and scale", "if magnitude is not None"),
     ],
     "preferences": [
-        ("lengths[..., 0] > 0", "lengths[..., 0] >= 0"),  # padding counted as a pair
+        ("batch)[..., 0] > 0", "batch)[..., 0] >= 0"),  # padding counted as a pair
         ("return sums[0]\n", "return sums[0] / sums[1] * 20 / 9 * len(batch.tokens)\n"),  # of means
         ("with adapters_off(model)", "with torch.no_grad()"),
         ("return {name: value / pairs", "return {name: value / len(sums)"),

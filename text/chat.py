@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
 
@@ -27,14 +28,7 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.conversations import (
-    CONVERSATIONS,
-    OPTIONAL_FIELDS,
-    Conversation,
-    Format,
-    Sample,
-    conversations,
-)
+from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading
 from text.templates import render
 from text.tokenizer import Tokenizer
@@ -293,16 +287,17 @@ def open_samples(
     train_on_prompt: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
-    kind: Format = CONVERSATIONS,
+    read: Callable[..., Iterator[Sample]] = conversations,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
 
-    data, val_data: JSONL files of this `kind`, directories of them, or `python` for the docstrings
+    data, val_data: JSONL files, directories of them, or `python` for the docstrings
+    read: text.conversations.conversations, or text.pairs.pairs
 
     Without `val_data`, a hash holds out some of `data`; where that leaves a split empty, the last
     sample is held out. Raise UserError if a split has no sample."""
-    options = tokenizer, seq_len, reading or Reading(), train_on_prompt, kind
+    options = tokenizer, seq_len, reading or Reading(), train_on_prompt, read
     samples, changes = _encode_all(data, *options)
     if val_data:
         train, val = samples, _encode_all(val_data, *options)[0]
@@ -311,12 +306,12 @@ def open_samples(
         if not train or not val:
             train, val = samples[:-1], samples[-1:]
         if not train:
-            which = f"one {kind.name} that fits in --seq-len {seq_len}"
+            which = f"one sample that fits in --seq-len {seq_len}"
             raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
     train_rows, val_rows = (_pack_all(part, seq_len, tokenizer) for part in (train, val))
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
     summary = (
-        f"{len(train):,} {kind.name}s in {len(train_rows):,} rows of {seq_len:,} tokens, "
+        f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
         f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows{changes}"
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
@@ -350,13 +345,13 @@ def _encode_all(
     seq_len: int,
     reading: Reading,
     train_on_prompt: bool = False,
-    kind: Format = CONVERSATIONS,
+    read: Callable[..., Iterator[Sample]] = conversations,
 ) -> tuple[list[Sample], str]:
     """Return the samples, truncated to seq_len tokens, without those that then have no target, and
     text that says how many were truncated or dropped. A pair that is too long is dropped: answers
     without their ends would teach to be short. Raise UserError if no sample is left."""
     usable, truncated, longest = [], 0, 0
-    samples = list(conversations(data, reading, kind))
+    samples = list(read(data, reading))
     for sample in with_progress(samples, "encoding samples"):
         with reading.one(sample.where):
             encoded, n_slots = [], 0
@@ -376,10 +371,10 @@ def _encode_all(
                 truncated += too_long
                 usable.append(sample._replace(encoded=tuple(encoded)))
     if not samples:
-        raise UserError(f"{' '.join(data)} holds no {kind.name}: give lines like {kind.expected}")
+        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
-            f"none of {len(samples):,} {kind.name}s fits in --seq-len {seq_len}: the longest "
+            f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "
             f"takes {longest:,} tokens; give a longer --seq-len"
         )
     counts = {"truncated": truncated, "dropped": len(samples) - len(usable)}

@@ -41,13 +41,13 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "train", *OPTIONAL_
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
 # Fields that make a line: a list of messages, or a question and its answer.
 LAYOUTS = ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")
+PAIR = ("prompt", "chosen", "rejected")  # of text/pairs.py
 LINE_FORMATS = (
     f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
     f'"output"}} or {{"prompt", "completion"}}'
 )
-LINE_FIELDS = {"input", "system", "history", "weight", "train"}
-LINE_FIELDS.update(*LAYOUTS)
-TOOL_FIELDS = {"tools", "functions"}
+LINE_FIELDS = {"input", "system", "history", "tools", "functions", "weight", "train"}
+LINE_FIELDS.update(*LAYOUTS, PAIR)
 
 
 class Sample(NamedTuple):
@@ -62,40 +62,23 @@ class Sample(NamedTuple):
     encoded: tuple = ()
 
 
-class Format(NamedTuple):
-    """What --data holds: conversations, or pairs of them."""
-
-    name: str  # of a sample
-    expected: str  # what to give, for messages
-    fields: set[str]  # of a line, that are read
-    parse: Callable[[dict, str], list[Conversation]]  # a line -> a conversation, or two
-    default: Callable[[], Iterator[Sample]]  # the samples of `python`
-
-
-CONVERSATIONS = Format(
-    "sample",
-    LINE_FORMATS,
-    LINE_FIELDS,
-    parse=lambda record, where: [conversation_of(record, where)],
-    default=lambda: docstrings(),
-)
-
-
 def read_conversations(
-    path: Path, reading: Reading, kind: Format = CONVERSATIONS
+    path: Path, reading: Reading, parse: Callable | None = None
 ) -> Iterator[Sample]:
     """Yield the sample in each line of a JSONL file, or in each element of a JSON array.
 
-    A line is a JSON object in the format of this `kind`; "input" may be missing. Messages after the
-    last answer are left out, since they have no targets. Raise UserError where a line is something
-    else. A note names the fields that nothing here reads and that may mean something. Lines are
-    held out as in pretraining on the same file."""
+    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Or `parse` returns
+    the two conversations of a pair (text/pairs.py). Messages after the last answer are left out,
+    since they have no targets. Raise UserError where a line is something else. A note names the
+    fields that nothing here reads and that may mean something. Lines are held out as in pretraining
+    on the same file."""
     unread = set()
-    for number, where, record in read_records(path, kind.expected, reading):
+    for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
-            found, tools = kind.parse(record, where), _tools(record, where)
-            unread |= _unread(record, kind.fields | TOOL_FIELDS)
+            found = parse(record, where) if parse else [conversation_of(record, where)]
+            tools = _tools(record, where)
+            unread |= _unread(record, LINE_FIELDS)
             for message in itertools.chain(*found):
                 unread |= _unread(message, MESSAGE_FIELDS)
             split = split_of(f"{document_name(path)}:{number}")
@@ -256,17 +239,18 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 
 
 def conversations(
-    data: list[str], reading: Reading, kind: Format = CONVERSATIONS
+    data: list[str],
+    reading: Reading,
+    parse: Callable | None = None,
+    default: Callable[[], Iterator[Sample]] | None = None,
 ) -> Iterator[Sample]:
-    """Yield each sample of --data."""
+    """Yield each sample of --data. `parse` and `default` are given for pairs (text/pairs.py)."""
     if data == ["python"] and not Path("python").exists():
-        yield from kind.default()
+        yield from (default or docstrings)()
         return
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
-            raise UserError(
-                f"{path} holds no .jsonl file: give one with lines like {kind.expected}"
-            )
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
         for file in files:
-            yield from read_conversations(file, reading, kind)
+            yield from read_conversations(file, reading, parse)

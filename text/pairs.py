@@ -12,11 +12,12 @@ no microbatch has one without the other. Targets are the messages that the two d
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from operator import eq
 from random import Random
 
 from plumbing.processes import UserError
-from text.conversations import Conversation, Format, Sample, conversation_of, docstrings
+from text.conversations import Conversation, Sample, conversation_of, conversations, docstrings
 
 EXPECTED = '{"prompt", "chosen", "rejected"}, or {"chosen", "rejected"} with whole conversations'
 OF_BOTH = {"system", "weight", "train"}  # fields that hold for both conversations
@@ -68,5 +69,4 @@ def docstring_pairs() -> Iterator[Sample]:
             yield sample._replace(rejected=rejected)
 
 
-FIELDS = {"prompt", "chosen", "rejected", *OF_BOTH}
-PAIRS = Format("pair", EXPECTED, FIELDS, pair_of, docstring_pairs)
+pairs = partial(conversations, parse=pair_of, default=docstring_pairs)
