@@ -23,7 +23,8 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -51,11 +52,12 @@ from plumbing.processes import (
     run,
     with_progress,
 )
-from runs.records import Totals
+from runs.records import Totals, described
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4
 from techniques.context_parallel import share_sequences
+from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN, Packed, Rows, open_chats
 from text.corpora import Reading
 from text.exams import ROOM, Exam
@@ -94,7 +96,7 @@ def parse_args() -> argparse.Namespace:
 
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
     """Return the `loss` of each row alone. hidden [B, T, D], targets [B, T] -> [B]."""
-    return torch.stack([loss(h, weight, t, vocabulary) for h, t in zip(hidden, targets)])
+    return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
 
 
 class Stopped(Exception):
@@ -116,30 +118,39 @@ def until_signal(items: Iterable) -> Iterator:
         yield item
 
 
+def shared_batches(
+    dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
+) -> Iterator[tuple[slice, Batch]]:
+    """Yield this rank's batches of some rows, and where they stand among the padded rows.
+
+    Ranks share the rows. Every rank has the same number of batches, as a split model requires: the
+    last batch is padded with rows without targets."""
+    shares = world.data_size
+    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
+    starts = range(world.data_rank, len(padded_rows), microbatch * shares)
+    for start in until_signal(with_progress(starts, "evaluating")):
+        mine = slice(start, start + microbatch * shares, shares)
+        yield mine, share_sequences(dataset.batch(padded_rows[mine]), world).to(world.device)
+
+
 @torch.no_grad()
 def row_sums(
     model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
 ) -> Tensor:
     """Return the loss in nats, the targets and the bytes of text of each row: [len(rows), 3], equal
-    on all ranks. The first row of a batch has the bytes of the whole batch, the others 0.
-
-    Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
-    last batch is padded with rows without targets."""
-    tp, pp, shares = world.parallel.tp, world.parallel.pp, world.data_size
-    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * tp  # these ranks share the tokens
-    sums = torch.zeros(len(padded_rows), 3, dtype=widest_float(world.device), device=world.device)
+    on all ranks. The first row of a batch has the bytes of the whole batch, the others 0."""
+    tp, pp = world.parallel.tp, world.parallel.pp
+    padded = len(rows) + -len(rows) % world.data_size
+    sums = torch.zeros(padded, 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
-        starts = range(world.data_rank, len(padded_rows), microbatch * shares)
-        for start in until_signal(with_progress(starts, "evaluating")):
-            my_rows = slice(start, start + microbatch * shares, shares)
-            batch = share_sequences(dataset.batch(padded_rows[my_rows]), world).to(world.device)
+        for my_rows, batch in shared_batches(dataset, rows, microbatch, world):
             # In a pipeline only the last rank has the losses; the others get 0.
             sums[my_rows, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
             sums[my_rows, 1] = (batch.targets != IGNORE).sum(1).to(sums)
-            sums[start, 2] = batch.text_bytes
+            sums[my_rows.start, 2] = batch.text_bytes
     finally:
         model.loss = whole_loss
     if world.size > 1:
@@ -150,10 +161,14 @@ def row_sums(
 
 def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world: World) -> Totals:
     """Return the loss over at most `limit` evenly spaced windows, shared among the ranks."""
-    n = min(limit, len(windows))
-    chosen = [i * len(windows) // n for i in range(n)]
+    chosen = evenly_spaced(windows, limit)
     loss, tokens, text_bytes = row_sums(model, windows, chosen, microbatch, world).sum(0).tolist()
     return Totals(loss, round(tokens), round(text_bytes))
+
+
+def evenly_spaced(windows: Windows, limit: int) -> list[int]:
+    n = min(limit, len(windows))
+    return [i * len(windows) // n for i in range(n)]
 
 
 def take_exam(
@@ -193,34 +208,58 @@ def describe_exam(right: dict[str, float]) -> str:
 # ------------------------------------------------------------------------- while a run trains
 
 
-def evaluation_of_run(
-    args: argparse.Namespace, job: Job, world: World, work: Work, sample_text: Callable[[int], str]
-) -> Callable[[int], tuple[dict[str, float | str], int]]:
-    """Return a function that evaluates the model of a run after a step: it prints the validation
-    loss, an exam's scores and sample_text(step), and returns them by name, and 0; or, if a signal
-    ends it, nothing and the signal's number. All ranks call it."""
-    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
+@dataclass
+class Prediction:
+    """The task of a run: to predict the next token. preferences.py has another one.
 
-    def evaluate_and_show(step: int) -> tuple[dict[str, float | str], int]:
+    sample_text(step) returns text to show at evaluations; all ranks call it."""
+
+    args: argparse.Namespace
+    job: Job
+    world: World
+    work: Work
+    sample_text: Callable[[int], str]
+
+    @cached_property
+    def fits(self) -> bool:
+        """Return whether all weights can be gathered, once for all tokens of a sample."""
+        return fits_unsharded(self.work, self.world)
+
+    def prepare(self, step: int, batch: Batch) -> Batch:
+        """Return what a step trains on, given the rows that were read for it."""
+        return batch
+
+    def measures(self, totals: Totals) -> dict[str, float]:
+        """Return by name what is shown beside the loss of the step or evaluation before."""
+        return {"bits_per_byte": totals.bits_per_byte}
+
+    def evaluate(self) -> Totals:
+        limit, microbatch = self.args.eval_windows, self.args.microbatch
+        return evaluate(self.job.model, self.job.val_set, limit, microbatch, self.world)
+
+    def evaluate_and_show(self, step: int) -> tuple[dict[str, float | str], int]:
+        """Evaluate the model after a step: print the validation loss, an exam's scores and a sample
+        of text. Return them by name, and 0; or, if a signal ends it, nothing and the signal's
+        number. All ranks call it."""
+        model, exam, world = self.job.model, self.job.exam, self.world
         model.eval()
         try:
-            totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-            gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+            totals = self.evaluate()
+            measures = self.measures(totals)
+            gathered = unsharded(model, world.parallel) if self.fits else contextlib.nullcontext()
             with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
-                text = sample_text(step)
-                scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+                text = self.sample_text(step)
+                scores = take_exam(model, exam, self.args.microbatch, world)[0] if exam else {}
         except Stopped as stopped:
             print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
             return {}, stopped.signal
         model.train()
         print_rank_zero(
             f"step {step}: validation loss {totals.mean_loss:.4f}, "
-            f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
+            f"{', '.join(described(measures, 4))}\n{describe_exam(scores)}{text}"
         )
-        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
-        return losses | {"sample": text} | scores, 0
-
-    return evaluate_and_show
+        results = {f"val_{name}": value for name, value in measures.items()}
+        return {"val_loss": totals.mean_loss} | results | {"sample": text} | scores, 0
 
 
 def sample_text(job: Job, prompt: str, step: int) -> str:

@@ -22,6 +22,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import copy
 import shlex
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -39,19 +40,25 @@ from plumbing.processes import Process, UserError, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
 from text.chat import open_samples
+from text.conversations import conversations
 from text.corpora import Reading
 from text.exams import Exam
 
 
 def main() -> None:
-    args = flags.parse_finetuning()
+    finetune(flags.parse_finetuning(), conversations, evaluate.Prediction)
+
+
+def finetune(args: argparse.Namespace, read: Callable, make_task: Callable) -> None:
+    """Train adapters on what `read` yields of --data, for a task such as evaluate.Prediction."""
     process = setup.setup(args)
-    job, examples = prepare(args, process)
+    job, examples = prepare(args, process, read)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    finished = train.train(args, job, world, runner, work, newest, sample_text)
+    task = make_task(args, job, world, work, sample_text)
+    finished = train.train(args, job, world, runner, work, newest, task)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it exists if --resume found a finished run
@@ -63,7 +70,9 @@ def main() -> None:
     print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {chat_flags}")
 
 
-def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list]:
+def prepare(
+    args: argparse.Namespace, process: Process, read: Callable = conversations
+) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the base model with adapters on meta.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
@@ -83,7 +92,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading
+        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading, read
     )
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():

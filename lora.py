@@ -14,8 +14,9 @@ Further down: DoRA, and a base in 4 bits. Checkpoints of adapters are files in P
 (files/adapters.py). Letters: r rank; n tokens; in, out the widths of a matrix.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,14 +66,15 @@ class LoRA:
 
 def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
-    `row_scale` is None unless W is in 4 bits. DoRA does not scale the bias, as in PEFT."""
+    `row_scale` is None unless W is in 4 bits. A scale of 0 leaves the adapter out. DoRA does not
+    scale the bias, as in PEFT."""
     # The product is computed in W's dtype; where W is in 4 bits, in autocast's.
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
     y = flat @ weight.T if row_scale is None else product_in_4_bits(flat, weight, row_scale)
-    if A is not None:
+    if A is not None and scale:
         y = with_adapter(y, F.dropout(flat, dropout), A.to(dtype), B.to(dtype), scale)
-    if magnitude is not None:
+    if magnitude is not None and scale:
         y = with_lengths(y, magnitude, norms)
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -101,7 +103,7 @@ class LoRALinear(nn.Linear):
             self.register_parameter(name, None)
         self.weight, self.bias = base.weight, base.bias
         self.training = base.training
-        self.lora = lora
+        self.lora, self.is_off = lora, False
         if bits == 4:
             empty_bytes = partial(base.weight.new_empty, dtype=torch.uint8)
             self.weight = nn.Parameter(empty_bytes(packed_shape(out, width)), requires_grad=False)
@@ -112,12 +114,13 @@ class LoRALinear(nn.Linear):
             self.lora_A = nn.Parameter(empty_floats(lora.rank, width))
             self.lora_B = nn.Parameter(empty_floats(out, lora.rank))
             self.lora_magnitude = nn.Parameter(empty_floats(out)) if lora.dora else None
-        self.product: Callable = partial(product, scale=lora.scale)
+        self.product: Callable = product
 
     def forward(self, x: Tensor) -> Tensor:
         norms = None if self.lora_magnitude is None else self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
-        return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias)
+        scale = 0.0 if self.is_off else self.lora.scale
+        return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias, scale)
 
     def ordered_parameters(self) -> list[nn.Parameter | None]:
         return [getattr(self, name) for name in self.PARAMETERS]
@@ -155,7 +158,7 @@ class LoRALinear(nn.Linear):
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
         placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
-        placements.append(getattr(self.bias, "placements", None))
+        placements += getattr(self.bias, "placements", None), None  # nor is the scale
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -244,6 +247,21 @@ def adapter_settings(model: nn.Module) -> LoRA | None:
 def adapters(model: Llama) -> dict[str, nn.Parameter]:
     """Return every factor and magnitude by its name, such as layers.0.attention.wq.lora_A."""
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within this context a model computes what its base does, without gradients: backward would
+    recompute a block with adapters."""
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 @torch.no_grad()

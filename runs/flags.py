@@ -69,7 +69,7 @@ def parse_finetuning() -> argparse.Namespace:
     return complete_finetuning(parser.parse_args())
 
 
-def complete_finetuning(args: argparse.Namespace) -> argparse.Namespace:
+def complete_finetuning(args: argparse.Namespace, what: str = "lora") -> argparse.Namespace:
     """Check the flags that need no model, and set the default of --out."""
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
@@ -82,7 +82,7 @@ def complete_finetuning(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
-    args.out = args.out or Path("out") / f"{name}-lora"
+    args.out = args.out or Path("out") / f"{name}-{what}"
     return args
 
 

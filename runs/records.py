@@ -93,8 +93,9 @@ class Recorder(contextlib.AbstractContextManager):
         if not error:  # after an error, ranks still need to know which of them is behind
             note_step(None)
 
-    def measure(self, step: int, totals: Totals, lr: float) -> dict:
-        """Return the metrics of a step that has just ended; print those of every tenth step."""
+    def measure(self, step: int, totals: Totals, lr: float, measures: dict[str, float]) -> dict:
+        """Return the metrics of a step that has just ended, with the `measures` of the run's task;
+        print those of every tenth step."""
         args, now = self.args, time.perf_counter()
         if self.profiler:
             self.profiler.step()
@@ -106,7 +107,7 @@ class Recorder(contextlib.AbstractContextManager):
         metrics = {
             "step": step,
             "loss": totals.mean_loss,
-            "bits_per_byte": totals.bits_per_byte,
+            **measures,
             "grad_norm": totals.grad_norm,
             "lr": lr,
             "tokens": tokens_done(args, step),
@@ -120,7 +121,7 @@ class Recorder(contextlib.AbstractContextManager):
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
-                f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
+                f"{'  '.join(described(measures, 3))}  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
                 f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
                 file=sys.stderr,
@@ -163,6 +164,12 @@ class Recorder(contextlib.AbstractContextManager):
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
         self.step_started = time.perf_counter()
+
+
+def described(measures: dict[str, float], digits: int) -> list[str]:
+    """Return each measure as a text, such as 1.234 bits/byte."""
+    names = (name.replace("_per_", "/") for name in measures)
+    return [f"{value:.{digits}f} {name}" for name, value in zip(names, measures.values())]
 
 
 def read_metrics(path: Path) -> list[dict]:

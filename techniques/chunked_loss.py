@@ -19,8 +19,9 @@ kernel. Here each operation reads and writes a chunk's logits.
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from model import Llama, Vocabulary, sum_of_losses
+from model import IGNORE, Llama, Vocabulary, logits_of, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
@@ -38,6 +39,25 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vo
     hidden [..., D], weight [V, D], targets [...] -> scalar."""
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     return ChunkedLoss.apply(hidden, weight, targets, vocabulary, torch.is_grad_enabled())
+
+
+def cross_entropies(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """Return -log p of each target, 0 for IGNORE, in float32 or float64: [B, T].
+
+    For objectives that are no sum over tokens: only backward knows what a token counts, so there
+    each chunk computes its logits again."""
+
+    def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = logits_of(hidden, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
+
+    size = tokens_at_a_time(hidden.is_cuda)
+    chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size))
+    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat(parts).view_as(targets)
 
 
 class ChunkedLoss(torch.autograd.Function):

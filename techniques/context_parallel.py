@@ -143,6 +143,19 @@ class SharedBatch(Batch):
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
+    def sums_of_documents(self, x: Tensor) -> Tensor:
+        """Return the sums over whole documents on the first of these ranks, and 0 on the others, so
+        that each is counted once. Communication: an all-reduce of [B, R], also in backward, which
+        takes the first one's gradient to the others."""
+        parts = super().sums_of_documents(x)
+        sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
+        return sums.full_tensor(grad_placements=[Partial()]) * (self.mesh.get_local_rank() == 0)
+
+    @property
+    def document_numbers(self) -> Tensor:
+        numbers = (self.all_positions == 0).cumsum(1) - 1
+        return own_tokens(numbers, self.mesh.get_local_rank(), self.mesh.size())
+
     @property
     def documents(self) -> SharedSequences:
         """Return what a model's forward takes as `documents`."""

@@ -249,14 +249,15 @@ class Pipeline(nn.Module):
             targets = microbatch.targets if stage == self.last else None
             stream = as_stream(x, microbatch.tokens, self.tp)
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
+            root = microbatch.loss(y) if stage == self.last else to_local(y)  # of backward
             if stage == self.last:
-                self.loss += y.detach()
-            self.kept[i, stage] = x, y
-            return to_local(y).detach()
+                self.loss += root.detach()
+            self.kept[i, stage] = x, y, root
+            return root.detach()
 
-        x, y = self.kept.pop((i, stage))
+        x, y, root = self.kept.pop((i, stage))
         if kind == "B" and self.splits:
-            self.kept[i, stage] = None, y  # for W
+            self.kept[i, stage] = None, y, None  # for W
         else:
             self.unfinished[stage] -= 1
         is_last = self.unfinished[stage] == 0
@@ -272,7 +273,7 @@ class Pipeline(nn.Module):
             else:
                 leave = leave_for_later(self.deferred, (i, stage))
                 with leave if self.splits else contextlib.nullcontext():
-                    to_local(y).backward(received)
+                    root.backward(received)
         return x.grad if kind == "B" else None
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
-from workers.train_cases import BATCH, CLIP, SEQ, STEPS, batch_of, build, initialize
+from workers.train_cases import (
+    BATCH,
+    BETA,
+    CLIP,
+    SEQ,
+    STEPS,
+    batch_of,
+    build,
+    initialize,
+    packed_pairs,
+)
 
 from config import ParallelConfig, Work
 from generate import generate
@@ -101,6 +112,11 @@ def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=Fals
     the gradients, as a tuple; and the gradients once clipped."""
     valid = targets != IGNORE
     loss = mean_loss(logits[valid], targets[valid], own_loss)
+    return plain_update(loss, valid.sum().item(), named, optimizer, clip)
+
+
+def plain_update(loss, count: int, named: dict, optimizer, clip=CLIP) -> tuple:
+    """Do what plain_step does, given the mean loss and of how many it is the mean."""
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -108,16 +124,39 @@ def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=Fals
     optimizer.step()
     for p in named.values():
         p.grad = None
-    return (loss.item(), valid.sum().item(), norm), gradients
+    return (loss.item(), count, norm), gradients
+
+
+def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -> tuple:
+    """Return the mean loss of the pairs in some rows of packed_pairs, their number, and measures.
+    An answer is computed in a row of its own, without padding."""
+    pairs = packed_pairs()
+    samples = [pairs.samples[i] for row in rows for i in pairs.rows[row]]
+
+    def log_p(weights: dict, ids: list[int], is_target: list[bool]) -> torch.Tensor:
+        given = {"tokens": torch.tensor([ids[:-1]])}
+        logits = torch.func.functional_call(bare, weights, (), given)[0]
+        return sum(logits[i - 1].log_softmax(0)[ids[i]] for i, on in enumerate(is_target) if on)
+
+    ours, theirs = (torch.stack([log_p(w, *s) for s in samples]) for w in (weights, base))
+    chosen, rejected = (BETA * (ours - theirs)).view(-1, 2).T
+    margin = chosen - rejected
+    losses = {
+        "sigmoid": (1 + (-margin).exp()).log(),
+        "ipo": (margin / BETA - 0.5 / BETA) ** 2,
+    }
+    measures = (margin > 0).double(), margin, chosen, rejected
+    return losses[loss].mean(), len(margin), tuple(each.mean().item() for each in measures)
 
 
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq, and
-    optimizer. Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, own_loss, seq, optimizer_name = json.loads(key)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
+    optimizer and preferences. Where it has adapters, a model without any computes with the
+    effective_weights."""
+    config, packed, lora, own_loss, seq, optimizer_name, preferences = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -127,12 +166,22 @@ def plain_training(key: str) -> dict:
     inputs = {"tokens": batch.tokens, "positions": batch.positions}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     excess = with_dense_experts(bare)
-    for _ in range(STEPS):
+    base = effective_weights(model, lora, with_adapters=False)
+    for step in range(STEPS):
         weights = effective_weights(model, lora)
-        logits = torch.func.functional_call(bare, weights, (), inputs)
-        for name in excess.keys() & trainable.keys():
-            trainable[name].grad = excess[name] / (batch.targets != IGNORE).sum()
-        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
+        if preferences:
+            pairs = partial(plain_preferences, preferences, bare, weights, base)
+            if step == 0:  # evaluation comes before
+                loss, _, measures = pairs(range(BATCH + 1))
+                rows.append((loss.item(), *measures))
+            loss, count, measures = pairs(range(BATCH))
+            row, gradients = plain_update(loss, count, trainable, optimizer)
+            row += measures
+        else:
+            logits = torch.func.functional_call(bare, weights, (), inputs)
+            for name in excess.keys() & trainable.keys():
+                trainable[name].grad = excess[name] / (batch.targets != IGNORE).sum()
+            row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
         rows.append(row)
         first_gradients = first_gradients or gradients
     last = dict(model.named_parameters())
@@ -166,10 +215,12 @@ def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
     return excess
 
 
-def effective_weights(model: Llama, lora: dict | None) -> dict:
+def effective_weights(model: Llama, lora: dict | None, with_adapters: bool = True) -> dict:
     """Return the weights that a model computes with, by their names in a model without adapters:
     NF4 codes dequantized, LoRA as W + scale B A, DoRA's rows scaled to its magnitudes, biases."""
     named = dict(model.named_parameters())
+    if not with_adapters:
+        named = {name: p for name, p in named.items() if ".lora_" not in name}
     weights = {name: p for name, p in named.items() if name.endswith(".weight")}
     biases = {name: p for name, p in named.items() if name.endswith(".bias")}
     weights["output.weight"] = model.output.weight  # not listed where it is tied
@@ -304,7 +355,7 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
-    key += [case.get("seq", SEQ), optimizer]
+    key += [case.get("seq", SEQ), optimizer, case.get("preferences")]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
@@ -316,6 +367,7 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     assert result["attentions"] == attentions(case, result["layers"])
     if compiled:  # all blocks share a graph; with LoRA the first has another
         graphs = 2 if "lora" in case else 1  # since its input needs no gradient
-        assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
+        assert not result["breaks"]
+        assert result["graphs"]["unique_graphs"] == graphs or "preferences" in case
     else:
         assert_traffic(result, case, nproc)

@@ -23,6 +23,7 @@ from workers.train_cases import BATCH, SEQ
 from config import FLAGS, STRATEGIES, Work
 from model import LlamaConfig
 from plumbing.processes import UserError
+from preferences import LOSSES
 from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
@@ -169,12 +170,44 @@ for ranks in (1, 2):
     own_loss = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(own_loss=True)
     QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, own_loss
 
+# Preferences on rows of pairs, where the adapters are switched off in a second forward.
+QUICK |= {
+    f"{ranks} ranks: preferences {loss} {values}": (
+        ranks,
+        make_case(ranks, PLAIN | dict(packed=True, adapters=adapters) | values)
+        | dict(preferences=loss, seq=24),
+    )
+    for ranks, loss, adapters, values in (
+        (1, "sigmoid", "rslora", dict(microbatch=1, checkpointing="full")),
+        (1, "ipo", "dora", dict(base_bits=4)),
+        (2, "sigmoid", "all", dict(dp="ddp")),
+        (2, "sigmoid", "dora", dict(dp="fsdp")),
+        (2, "sigmoid", "dora", dict(tp=2)),
+        (2, "ipo", "all", dict(cp=2, microbatch=4)),
+        (2, "sigmoid", "dora", dict(pp=2, schedule="zero-bubble", microbatch=1)),
+    )
+}
+
+
+def of_preferences(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
+    """Return every second case with adapters whose rows are the pairs' as one of preferences."""
+    usable = [
+        (name, ranks, given)
+        for name, (ranks, given) in cases.items()
+        if "lora" in given and given["packed"] and not reference_of(given)
+    ]
+    return {
+        f"{name} preferences {loss}": (ranks, given | dict(preferences=loss, seq=24))
+        for (name, ranks, given), loss in zip(usable[::2], itertools.cycle(LOSSES))
+    }
+
 
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
     cases = functools.reduce(operator.or_, (named(ranks, drawn_slowly(ranks)) for ranks in FAST))
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
+    slower |= of_preferences(slower)
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # most are traced and differentiated without kernels
         given["backend"] = "aot_eager_decomp_partition" if i % 4 else "inductor"

@@ -31,7 +31,9 @@ FAULTS = {
         ("own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
         ("*second.flip(0).unbind(0)", "*second.unbind(0)"),
         ("return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
-        ("full_tensor(grad_placements=[Partial()])", "full_tensor()"),
+        ("parts.full_tensor(grad_placements=[Partial()])", "parts.full_tensor()"),
+        ("sums.full_tensor(grad_placements=[Partial()])", "sums.full_tensor()"),
+        (" * (self.mesh.get_local_rank() == 0)", ""),  # pairs counted on each rank
         ("batch.targets, positions)]", "batch.targets, positions * 0 + 1)]"),
         ("torch.logaddexp(*log_sums)", "torch.maximum(*log_sums)"),
     ],
@@ -74,6 +76,13 @@ FAULTS = {
     "lora": [
         ("contiguous(), alpha=scale", "contiguous(), alpha=1.0"),
         ("Partial() if p.is_shard(1) else p", "p"),
+        ("if magnitude is not None and scale", "if magnitude is not None"),
+    ],
+    "preferences": [
+        ("batch)[..., 0] > 0", "batch)[..., 0] >= 0"),  # padding counted as a pair
+        ("return sums[0]\n", "return sums[0] / sums[1] * 20 / 9 * len(batch.tokens)\n"),  # of means
+        ("with adapters_off(model)", "with torch.no_grad()"),
+        ("return {name: value / pairs", "return {name: value / len(sums)"),
     ],
     "train": [
         ("len(targets[peers]) / targets", "world.data_size / targets"),
@@ -81,14 +90,15 @@ FAULTS = {
         ("loss = loss / tp\n", "loss = loss * 1\n"),
     ],
 }  # fmt: skip
-USES = {  # file -> whether the case of a ParallelConfig uses it; where it is not listed, all do
-    "context_parallel": lambda parallel: parallel["cp"] > 1,
-    "experts": lambda parallel: parallel["ep"] > 1,
-    "expert_parallel": lambda parallel: parallel["ep"] > 1,
-    "zero1": lambda parallel: parallel["dp"] == "zero1",
-    "pipeline": lambda parallel: parallel["pp"] > 1,
-    "async_tp": lambda parallel: parallel["async_tp"],
-    "optimizers": lambda parallel: parallel["optimizer"] == "muon",
+USES = {  # file -> whether a case of exact.py uses it; where it is not listed, all do
+    "context_parallel": lambda parallel, **_: parallel["cp"] > 1,
+    "experts": lambda parallel, **_: parallel["ep"] > 1,
+    "expert_parallel": lambda parallel, **_: parallel["ep"] > 1,
+    "zero1": lambda parallel, **_: parallel["dp"] == "zero1",
+    "pipeline": lambda parallel, **_: parallel["pp"] > 1,
+    "async_tp": lambda parallel, **_: parallel["async_tp"],
+    "optimizers": lambda parallel, **_: parallel["optimizer"] == "muon",
+    "preferences": lambda parallel, **case: "preferences" in case,
 }
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 
@@ -108,8 +118,8 @@ def is_found(directory: Path, file: str, quick: bool, within: tuple) -> bool:
     """Return whether a case that uses the changed file fails or differs. They train in groups: the
     first often suffices."""
     cases, expected = cases_of(quick)
-    uses = USES.get(file, lambda _: True)
-    using = [case for case in cases.items() if uses(case[1][1]["parallel"])]
+    uses = USES.get(file, lambda **_: True)
+    using = [entry for entry in cases.items() if uses(**entry[1][1])]
     n = math.ceil(len(using) / 12)
     for group in (dict(using[i::n]) for i in range(n)):
         try:

@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 3899, "techniques": 3303, "text": 1765, "files": 1684, "runs": 1358,
-    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 14851, "docs": 794,
+    "top": 4106, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1365,
+    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 14974, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -126,7 +126,7 @@ def test_norms_of_rows_and_magnitudes_in_bfloat16():
     layer.lora_magnitude.copy_(layer.row_norms())
     x, parameters = torch.randn(5, 64), layer.ordered_parameters()[:4]
     norms = layer.lora_magnitude.bfloat16(), layer.row_norms()
-    y = layer.product(x, *parameters, *norms, dropout=0.0, bias=None)
+    y = layer.product(x, *parameters, *norms, 0.0, None, layer.lora.scale)
     assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
     assert merged(layer).isfinite().all()
 

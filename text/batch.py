@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import IGNORE
 from plumbing.devices import cast_by_autocast
 
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # device, dtype -> head widths
@@ -50,10 +51,29 @@ class Batch:
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
+    # For a loss that is no sum over targets: preferences.py has such an objective.
+    objective: Any = None
+    given: Tensor | None = None  # [B, T, ...]: what the objective has to know of each target
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
             self.starts = document_starts(self.positions)
+
+    def loss(self, computed: Tensor) -> Tensor:
+        """Return the loss of a microbatch, a sum, from what the model has computed."""
+        return self.objective.loss(computed, self) if self.objective else computed
+
+    def count(self) -> Tensor:
+        """Return by what a step divides its loss: targets, or what the objective counts."""
+        return self.objective.count(self) if self.objective else (self.targets != IGNORE).sum()
+
+    def sums_of_documents(self, x: Tensor) -> Tensor:
+        """Return the sum of x [B, T] over each document, [B, R], of rows that begin with one."""
+        return x.new_zeros(self.starts.shape).scatter_add(1, self.document_numbers, x)
+
+    @property
+    def document_numbers(self) -> Tensor:
+        return (self.positions == 0).cumsum(1) - 1  # [B, T]: 0, 1, ... within a row
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
 
@@ -214,13 +215,18 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
 class Packed:
     """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
 
-    samples: what `encode` returned, of at most seq_len + 1 ids each."""
+    samples: what `encode` returned, of at most seq_len + 1 ids each. A row has all or none of each
+    `together` consecutive ones, in their order."""
 
     document_mask = True
 
-    def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
+    def __init__(
+        self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer, together: int = 1
+    ):
         self.samples, self.seq_len, self.tokenizer = samples, seq_len, tokenizer
-        self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
+        groups = [*zip(*[iter(range(len(samples)))] * together)]  # of samples' indices
+        rows = pack([sum(len(samples[i][0]) - 1 for i in group) for group in groups], seq_len)
+        self.rows = [[i for group in row for i in groups[group]] for row in rows]
         self.sources = [(len(self.rows), 1)]  # one source has all rows, as in data.Windows
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
@@ -281,15 +287,17 @@ def open_samples(
     train_on_prompt: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
+    read: Callable[..., Iterator[Sample]] = conversations,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
 
     data, val_data: JSONL files, directories of them, or `python` for the docstrings
+    read: text.conversations.conversations, or text.pairs.pairs
 
     Without `val_data`, a hash holds out some of `data`; where that leaves a split empty, the last
     sample is held out. Raise UserError if a split has no sample."""
-    options = tokenizer, seq_len, reading or Reading(), train_on_prompt
+    options = tokenizer, seq_len, reading or Reading(), train_on_prompt, read
     samples, changes = _encode_all(data, *options)
     if val_data:
         train, val = samples, _encode_all(val_data, *options)[0]
@@ -300,8 +308,7 @@ def open_samples(
         if not train:
             which = f"one sample that fits in --seq-len {seq_len}"
             raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
-    packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
-    train_rows, val_rows = packed
+    train_rows, val_rows = (_pack_all(part, seq_len, tokenizer) for part in (train, val))
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
     summary = (
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
@@ -310,7 +317,7 @@ def open_samples(
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
     val.sort(key=lambda sample: zlib.crc32(str(sample.messages).encode()))
-    val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
+    val.sort(key=lambda sample: not SHORTEST <= sample.encoded[0][1].sum() <= ANSWER_ROOM)
     prompts = []
     for sample in val:
         answer = sample.messages[-1].get("content")  # a call may have none
@@ -324,7 +331,12 @@ def open_samples(
 def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
     """Return the rows of all conversations of files, with what is too long truncated."""
     samples, _ = _encode_all(data, tokenizer, seq_len, reading)
-    return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
+    return _pack_all(samples, seq_len, tokenizer)
+
+
+def _pack_all(samples: list[Sample], seq_len: int, tokenizer: Tokenizer) -> Packed:
+    together = len(samples[0].encoded)
+    return Packed([e for s in samples for e in s.encoded], seq_len, tokenizer, together)
 
 
 def _encode_all(
@@ -333,24 +345,31 @@ def _encode_all(
     seq_len: int,
     reading: Reading,
     train_on_prompt: bool = False,
+    read: Callable[..., Iterator[Sample]] = conversations,
 ) -> tuple[list[Sample], str]:
     """Return the samples, truncated to seq_len tokens, without those that then have no target, and
-    text that says how many were truncated or dropped. Raise UserError if none is left."""
+    text that says how many were truncated or dropped. A pair that is too long is dropped: answers
+    without their ends would teach to be short. Raise UserError if no sample is left."""
     usable, truncated, longest = [], 0, 0
-    samples = list(conversations(data, reading))
+    samples = list(read(data, reading))
     for sample in with_progress(samples, "encoding samples"):
         with reading.one(sample.where):
-            try:
-                ids, is_target = encode(sample.messages, tokenizer, train_on_prompt, sample.tools)
-            except UserError as error:
-                raise UserError(f"{sample.where}: {error}")
-            n_slots = len(ids) - 1
+            encoded, n_slots = [], 0
+            for messages in filter(None, (sample.messages, sample.rejected)):
+                try:
+                    ids, is_target = encode(messages, tokenizer, train_on_prompt, sample.tools)
+                except UserError as error:
+                    raise UserError(f"{sample.where}: {error}")
+                n_slots += len(ids) - 1
+                # In arrays an id and its is_target take 5 bytes, in lists about 48.
+                encoded.append(
+                    (np.array(ids[: seq_len + 1], np.int32), np.array(is_target[: seq_len + 1]))
+                )
             longest = max(longest, n_slots)
-            # In arrays an id and its is_target take 5 bytes, in lists about 48.
-            encoded = np.array(ids[: seq_len + 1], np.int32), np.array(is_target[: seq_len + 1])
-            if encoded[1].any():
-                truncated += n_slots > seq_len
-                usable.append(sample._replace(encoded=encoded))
+            too_long = n_slots > seq_len
+            if all(flags.any() for _, flags in encoded) and not (sample.rejected and too_long):
+                truncated += too_long
+                usable.append(sample._replace(encoded=tuple(encoded)))
     if not samples:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:

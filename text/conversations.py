@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +41,13 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "train", *OPTIONAL_
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
 # Fields that make a line: a list of messages, or a question and its answer.
 LAYOUTS = ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")
+PAIR = ("prompt", "chosen", "rejected")  # of text/pairs.py
 LINE_FORMATS = (
     f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
     f'"output"}} or {{"prompt", "completion"}}'
 )
 LINE_FIELDS = {"input", "system", "history", "tools", "functions", "weight", "train"}
-LINE_FIELDS.update(*LAYOUTS)
+LINE_FIELDS.update(*LAYOUTS, PAIR)
 
 
 class Sample(NamedTuple):
@@ -56,24 +57,32 @@ class Sample(NamedTuple):
     where: str  # file and line, or module
     messages: Conversation
     tools: list | None = None
-    encoded: tuple | None = None  # by chat.encode, as arrays: ids [n] int32, is_target [n] bool
+    rejected: Conversation | None = None  # of a pair (text/pairs.py): the one with a worse answer
+    # By chat.encode, of each conversation, as arrays: ids [n] int32, is_target [n] bool.
+    encoded: tuple = ()
 
 
-def read_conversations(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Yield the conversation in each line of a JSONL file, or in each element of a JSON array.
+def read_conversations(
+    path: Path, reading: Reading, parse: Callable | None = None
+) -> Iterator[Sample]:
+    """Yield the sample in each line of a JSONL file, or in each element of a JSON array.
 
-    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
-    last answer are left out, since they have no targets. Raise UserError where a line is something
-    else. A note names the fields that nothing here reads and that may mean something. Lines are
-    held out as in pretraining on the same file."""
+    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Or `parse` returns
+    the two conversations of a pair (text/pairs.py). Messages after the last answer are left out,
+    since they have no targets. Raise UserError where a line is something else. A note names the
+    fields that nothing here reads and that may mean something. Lines are held out as in pretraining
+    on the same file."""
     unread = set()
     for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
-            messages, tools = _conversation(record, where), _tools(record, where)
+            found = parse(record, where) if parse else [conversation_of(record, where)]
+            tools = _tools(record, where)
             unread |= _unread(record, LINE_FIELDS)
-            unread = unread.union(*(_unread(message, MESSAGE_FIELDS) for message in messages))
-            yield Sample(split_of(f"{document_name(path)}:{number}"), where, messages, tools)
+            for message in itertools.chain(*found):
+                unread |= _unread(message, MESSAGE_FIELDS)
+            split = split_of(f"{document_name(path)}:{number}")
+            yield Sample(split, where, found[0], tools, *found[1:])
     if unread:
         names = ", ".join(sorted(unread))
         print_rank_zero(f"note: {path} has fields that are not read: {names}", file=sys.stderr)
@@ -89,7 +98,7 @@ def _unread(record: dict, known: set[str]) -> set[str]:
     return {key for key in record.keys() - known if may_mean(record[key])}
 
 
-def _conversation(record: dict, where: str) -> Conversation:
+def conversation_of(record: dict, where: str) -> Conversation:
     """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
     found = [layout for layout in LAYOUTS if record.keys() >= set(layout)]
     if not found:
@@ -229,14 +238,19 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # ----------------------------------------------------------------------------------- both kinds
 
 
-def conversations(data: list[str], reading: Reading) -> Iterator[Sample]:
-    """Yield each conversation of --data."""
+def conversations(
+    data: list[str],
+    reading: Reading,
+    parse: Callable | None = None,
+    default: Callable[[], Iterator[Sample]] | None = None,
+) -> Iterator[Sample]:
+    """Yield each sample of --data. `parse` and `default` are given for pairs (text/pairs.py)."""
     if data == ["python"] and not Path("python").exists():
-        yield from docstrings()
+        yield from (default or docstrings)()
         return
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
             raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
         for file in files:
-            yield from read_conversations(file, reading)
+            yield from read_conversations(file, reading, parse)

@@ -3,13 +3,14 @@
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
-is a tenth."""
+is a tenth. "preferences" names a loss of preferences.py, which then trains on rows of pairs."""
 
 import json
 import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,14 @@ from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
+from preferences import Preferences
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
+from text.chat import Packed
 from train import train_step
 
 STEPS = 3
@@ -55,6 +58,22 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
         documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
         positions = torch.tensor([row[:seq] for row in documents])
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
+
+
+BETA = 0.3
+
+
+def packed_pairs() -> Packed:
+    """Return rows of 24 tokens with one to three pairs. The last of the BATCH + 1 rows is not
+    trained on, but evaluated with the others."""
+    generator, samples = torch.Generator().manual_seed(0), []
+    for i in range(20):
+        prompt, *lengths = (1 + torch.randint(4, (3,), generator=generator)).tolist()
+        for length in lengths:
+            ids = torch.randint(VOCAB, (prompt + length + i % 2 * 2,), generator=generator).tolist()
+            samples.append((ids, [False] * prompt + [True] * (len(ids) - prompt)))
+    tokenizer = SimpleNamespace(special={}, count_bytes=lambda targets: 1)
+    return Packed(samples, 24, tokenizer, together=2)
 
 
 def capped(hidden, weight):
@@ -141,16 +160,25 @@ def train(process, case: dict) -> dict:
 
     optimizer.register_step_pre_hook(keep_first_gradients)
     batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
+    rows, task = [], None  # of each step: mean loss, number of targets, gradient norm, measures
+    if loss := case.get("preferences"):
+        pairs = packed_pairs()
+        flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
+        task = Preferences(flags, SimpleNamespace(model=model, val_set=pairs), world, None, None)
+        batch = pairs.batch([*range(BATCH)]).microbatches(share)[world.data_rank]
+        totals = task.evaluate()
+        rows.append((totals.mean_loss, *task.measures(totals).values()))
     batch = share_sequences(batch, world)
-    rows = []  # of each step: mean loss, number of targets, gradient norm
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
     steps = case.get("steps", STEPS)
     for step in range(1, steps + 1):
+        batch = task.prepare(step, batch) if task else batch
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
-        rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+        measures = task.measures(totals).values() if task else ()
+        rows.append((totals.mean_loss, totals.tokens, totals.grad_norm, *measures))
     if (key := ("ep", "all-to-all")) in getattr(counter, "sent", {}):  # depends on the routing: the
         calls, nbytes = counter.sent[key]  # sum over ep does not
         total = torch.tensor(nbytes)
