@@ -25,7 +25,7 @@ rewards alone: both may fall, while answers that are in no pair become likelier.
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+@dataclass
 class Preferences(evaluate.Prediction):
     """The task of a run: to prefer chosen answers. It is also the objective of its batches."""
 

@@ -50,7 +50,7 @@ CAUSES_OF_FLAGS = {  # field of ParallelConfig, if above 1 -> usual cause of a d
     "`documents`, and a loss sees this rank's tokens",
 }
 CAUSES_OF_PHASES = {
-    "loss": "a loss that depends on other tokens: techniques/chunked_loss.py takes some at a time",
+    "loss": "a loss that depends on other tokens: it is computed for some of them at a time",
     "backward": "a .detach(), or a collective whose backward does not sum over ranks",
     "reduction": "a gradient that is not summed over tp or data ranks (see PLAN), or is scaled by "
     "their number; a microbatch that counts twice or not at all",

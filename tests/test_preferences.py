@@ -1,0 +1,232 @@
+"""preferences.py and text/pairs.py: what is read, what is packed, and runs as users start them."""
+
+import contextlib
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import hugging_face_model, launch, metrics, refused, succeed
+from exact import GROUPED, effective_weights, plain_model
+from test_finetune import base, flags, last_factors  # noqa: F401
+from test_train import resumes
+from workers.train_cases import BETA, packed_pairs
+
+import evaluate
+from files.formats import hf_name, to_hf_rows
+from lora import adapters_off
+from model import IGNORE, LlamaConfig, Vocabulary, sum_of_losses
+from plumbing.processes import UserError
+from preferences import Preferences
+from techniques import chunked_loss
+from text.chat import Packed, encode, open_samples
+from text.pairs import docstring_pairs, pairs
+from text.tokenizer import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+
+
+def said(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+HI, GOOD, BAD = said("user", "Hi"), said("assistant", "Hello"), said("assistant", "Go")
+BEFORE = [said("user", "A?"), said("assistant", "B.")]
+HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
+
+
+def record(prompt, chosen, rejected, **more) -> dict:
+    return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
+
+
+@pytest.mark.parametrize(
+    "line, before",
+    [
+        (record("Hi", "Hello", "Go"), []),
+        (record([HI], [GOOD], [BAD]), []),
+        (record("Hi", [HI, GOOD], [HI, BAD]), []),
+        (record(None, [HI, GOOD], [HI, BAD]), []),
+        (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
+        (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
+        (record(None, HH + "Hello", HH + "Go"), BEFORE),
+    ],
+)
+def test_layouts_of_pairs(tmp_path, line, before):
+    """The targets are the last answers alone: earlier ones would count the same in both."""
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
+    train, val, prompts, _ = open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+    shared = [message | {"train": False} for message in [*before, HI]]
+    expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
+    for packed, n in ((train, 2), (val, 1)):
+        assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected * n
+    assert [answer for _, answer in prompts] == ["Hello"]
+    targets = train.batch([0]).targets
+    assert BYTES.decode(targets[targets != IGNORE][:5].tolist()) == "Hello"
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
+        (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
+        (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
+        (record("Hi", "Hello", None), "no rejected answer"),
+        (record({"a": 1}, "Hello", "Go"), "no prompt"),
+        (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
+        (record("Hi", "Hello", [3]), "rejected: message 2 is 3"),
+        ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tmp_path, line, says):
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(line)}\n")
+    with pytest.raises(UserError, match=says):
+        open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+
+
+def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
+    lines = [record("Hi", "a" * (n % 13 + 1), "b" * (n % 7 + 1)) for n in range(40)]
+    lines += [record("Hi", "a" * 80, "b" * 10)] * 3
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    train, val, _, summary = open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+    assert summary.endswith("; 3 dropped")
+    assert len(train.samples) + len(val.samples) == 80
+    for row in train.rows:
+        assert row[1::2] == [i + 1 for i in row[::2]] and not any(i % 2 for i in row[::2])
+        assert sum(len(train.samples[i][0]) - 1 for i in row) <= 128
+
+
+def test_default_pairs():
+    samples = list(docstring_pairs())
+    assert len(samples) > 1000 and {s.split for s in samples} == {"train", "val"}
+    shuffled = 0
+    for sample in samples:
+        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
+        assert bad and bad != good
+        shuffled += sorted(bad) == sorted(good)
+        assert sorted(bad) == sorted(good) or bad == good[: len(good) // 2]
+    assert 0.4 < shuffled / len(samples) < 0.6
+
+
+def test_cross_entropies_are_the_loss_of_each_target(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK", 5)
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 7, 4).double().requires_grad_(), torch.randn(9, 4).double()
+    w, targets = w.requires_grad_(), torch.randint(9, (3, 7))
+    targets[0, 3:] = IGNORE
+    losses = chunked_loss.cross_entropies(h, w, targets, Vocabulary(9))
+    factor = torch.randn(3, 7).double()
+    wanted = [
+        [sum_of_losses(h[i, j : j + 1], w, targets[i, j : j + 1], Vocabulary(9)) for j in range(7)]
+        for i in range(3)
+    ]
+    wanted = torch.stack([torch.stack(row) for row in wanted])
+    torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-14)
+    ours, theirs = (torch.autograd.grad((x * factor).sum(), (h, w)) for x in (losses, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+    by_row = evaluate.loss_of_each_row(chunked_loss.cross_entropies, h, w, targets, Vocabulary(9))
+    torch.testing.assert_close(by_row, wanted.sum(1))  # as exams want it
+
+
+@pytest.mark.parametrize("lora", [dict(rank=3), dict(rank=3, dora=True, rslora=True)])
+def test_adapters_off_is_the_base_exactly(lora):
+    model, tokens = plain_model(GROUPED, lora), torch.arange(12)[None]
+    weights = effective_weights(model, lora, with_adapters=False)
+    with adapters_off(model):
+        off = model(tokens)
+    assert not off.requires_grad and model(tokens).requires_grad
+    assert not torch.allclose(off, model(tokens))
+    plain = plain_model(GROUPED)
+    assert torch.equal(off, torch.func.functional_call(plain, weights, (tokens,)))
+    with contextlib.suppress(KeyError), adapters_off(model):
+        raise KeyError
+    assert not torch.equal(off, model(tokens))
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_run_begins_at_log_2_and_resumes(tmp_path, base, nproc):  # noqa: F811
+    lines = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    out, more = tmp_path / "out", dict(save_every=2, eval_every=2, microbatch=2)
+    given = flags(base, tmp_path / "pairs.jsonl", out, **more)
+    result, rows = succeed("preferences.py", *given, nproc=nproc), metrics(out)
+    names = {"accuracy", "margin", "chosen", "rejected"}
+    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12) and rows[0]["accuracy"] == 0
+    assert rows[0].keys() >= names and rows[1].keys() >= {f"val_{name}" for name in names}
+    assert "bits_per_byte" not in rows[0] and rows[3]["loss"] < rows[0]["loss"]
+    assert (
+        f"validation loss {rows[3]['val_loss']:.4f}, {rows[3]['val_accuracy']:.4f} accur"
+        in result.out
+    )
+    resumes(out, 2, last_factors, "preferences.py", *given, nproc=nproc)
+
+
+@pytest.mark.parametrize("flag", [["--dropout", "0.1"], ["--train-on-prompt"]])
+def test_what_would_spoil_rewards_is_refused(tmp_path, flag):
+    refused(launch("preferences.py", "--init", tmp_path, *flag), flag[0], "leave it out")
+
+
+def test_trl_computes_the_same(tmp_path, monkeypatch):
+    """DPOTrainer on the merged weights, by its own tokenization; its numbers are in float32."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    trl = pytest.importorskip("trl", reason="trl's DPOTrainer is not installed here")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    lora, config = dict(rank=3, alpha=5), LlamaConfig(**GROUPED)
+    model, old = plain_model(GROUPED, lora), packed_pairs()
+    samples = [([*ids, 100], [*on, True]) for ids, on in old.samples]  # the end token
+    for chosen, rejected in zip(samples[::2], samples[1::2]):  # one prompt
+        prompt = chosen[1].index(True)
+        rejected[0][:prompt] = chosen[0][:prompt]
+    data = Packed(samples, 26, old.tokenizer, together=2)
+    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid")
+    task = Preferences(args, SimpleNamespace(model=model), None, None, None)
+    batch = task.prepare(1, data.batch([*range(len(data))]))
+    parts = batch.microbatches(3)
+    loss = sum(p.loss(model(*p.inputs, documents=p.documents)) for p in parts) / batch.count()
+    loss.backward()
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w100", pad_token="w99")
+
+    def theirs(weights: dict) -> torch.nn.Module:
+        llama = hugging_face_model(config).double()
+        named = {hf_name(n): to_hf_rows(n, config, w.detach()) for n, w in weights.items()}
+        llama.load_state_dict(named)
+        return llama
+
+    def text(ids: list[int]) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+    rows = []
+    for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
+        at = on.index(True)
+        answers = dict(chosen=text(chosen[at:-1]), rejected=text(rejected[at:-1]))
+        rows.append(dict(prompt=text(chosen[:at]) + " ") | answers)
+    config_of_trainer = trl.DPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], beta=BETA, max_length=None,
+        per_device_train_batch_size=len(rows), bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    policy = theirs(effective_weights(model, lora))
+    base_weights = theirs(effective_weights(model, lora, with_adapters=False))
+    trainer = trl.DPOTrainer(
+        model=policy, ref_model=base_weights, args=config_of_trainer,
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.model.double(), trainer.ref_model.double()
+    given = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
+    their_loss = trainer._compute_loss(trainer.model, given, False)
+    their_loss.backward()
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-6)
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters()}
+    scale = lora["alpha"] / lora["rank"]
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            weight = name.replace("lora_B", "weight")
+            layer = model.get_submodule(name.rpartition(".")[0])
+            wanted = scale * gradients[hf_name(weight)] @ layer.lora_A.detach().T
+            ours = to_hf_rows(weight, config, p.grad)
+            assert (ours - wanted).norm() < 1e-5 * wanted.norm(), name
