@@ -15,7 +15,7 @@ from plumbing.processes import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora evaluate generate
+train finetune_lora preferences evaluate generate
 runs
 checkpoint
 costs
@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4106, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1365,
-    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 14974, "docs": 794,
+    "top": 4107, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1365,
+    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 15206, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -106,7 +106,7 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = "bench report train finetune_lora evaluate generate checkpoint data config"
+    scripts = "bench report train finetune_lora preferences evaluate generate checkpoint data config"
     doors = [*scripts.split(), "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
