@@ -106,7 +106,9 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = "bench report train finetune_lora preferences evaluate generate checkpoint data config"
+    scripts = (
+        "bench report train finetune_lora preferences evaluate generate checkpoint data config"
+    )
     doors = [*scripts.split(), "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
