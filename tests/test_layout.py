@@ -15,7 +15,7 @@ from plumbing.processes import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora evaluate generate
+train finetune_lora preferences evaluate generate
 runs
 checkpoint
 costs
@@ -32,8 +32,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 3831, "techniques": 2956, "text": 1765, "files": 1600, "runs": 1335,
-    "costs": 962, "perf": 1845, "plumbing": 1093, "labs": 7200, "tests": 14237, "docs": 794,
+    "top": 4039, "techniques": 2989, "text": 1890, "files": 1600, "runs": 1342,
+    "costs": 962, "perf": 1845, "plumbing": 1093, "labs": 7200, "tests": 14565, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -104,7 +104,9 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = "bench report train finetune_lora evaluate generate checkpoint data config"
+    scripts = (
+        "bench report train finetune_lora preferences evaluate generate checkpoint data config"
+    )
     doors = [*scripts.split(), "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
@@ -134,7 +136,9 @@ def test_flags_are_at_most_100(monkeypatch):
         return add_argument(parser, *names, **options)
 
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", collect)
-    for name in "train finetune_lora generate evaluate report bench data checkpoint".split():
+    for (
+        name
+    ) in "train finetune_lora preferences generate evaluate report bench data checkpoint".split():
         with contextlib.suppress(UserError):  # some ask for more
             parsed_by(f"{name}.py")
     assert {"--compile", "--rank", "--gpus", "--system", "--val-fraction", "--format"} <= flags
