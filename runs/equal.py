@@ -296,7 +296,8 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
     for name, parameters in groups.items():
         # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints
         # would recompute with another.
-        steps = [torch.ones_like(p).cumsum(0).sin() * 1e-6 for p in parameters]  # no two rows alike
+        size = 1e-6 / len(parameters)
+        steps = [torch.ones_like(p).cumsum(0).sin() * size for p in parameters]  # no two rows alike
         losses = []
         for factor in (1, -2):  # a step forward, and one back from where it was
             for parameter, step in zip(parameters, steps):
@@ -304,8 +305,9 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
             losses.append(model(tokens, targets).detach())
         for parameter, step in zip(parameters, steps):
             parameter.data.add_(step)
-        expected = 2 * sum((p.grad * step).sum() for p, step in zip(parameters, steps))
-        if not (losses[0] - losses[1] - expected).abs() <= 1e-5 * expected.abs() + 1e-10:
+        slopes = torch.stack([(p.grad * step).sum() for p, step in zip(parameters, steps)])
+        error = losses[0] - losses[1] - 2 * slopes.sum()
+        if not error.abs() <= 1e-5 * slopes.abs().sum() + 1e-11:
             raise UserError(
                 f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
                 f"leave out .detach(); an autograd.Function needs a backward of the same function"

@@ -332,7 +332,7 @@ def test_a_missing_package_is_one_line():
 
 def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
     """While the other rank waits for it in a collective."""
-    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)\n"
+    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
     fault = '    if world.rank == 1:\n        raise ValueError("a reason\\nin two lines")\n'
     script = with_fault(tmp_path / "copy", "train", place, fault + place)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)

@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4107, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1365,
-    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 15206, "docs": 794,
+    "top": 4107, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1367,
+    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7279, "tests": 15183, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -138,7 +138,9 @@ def test_flags_are_at_most_100(monkeypatch):
         return add_argument(parser, *names, **options)
 
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", collect)
-    for name in "train finetune_lora generate evaluate report bench data checkpoint".split():
+    for (
+        name
+    ) in "train finetune_lora preferences generate evaluate report bench data checkpoint".split():
         with contextlib.suppress(UserError):  # some ask for more
             parsed_by(f"{name}.py")
     assert {"--compile", "--rank", "--gpus", "--system", "--val-fraction", "--format"} <= flags

@@ -1,8 +1,9 @@
 """preferences.py and text/pairs.py: what is read, what is packed, and runs as users start them."""
 
-import contextlib
 import json
 import math
+import operator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,12 @@ from test_finetune import base, flags, last_factors  # noqa: F401
 from test_train import resumes
 from workers.train_cases import BETA, packed_pairs
 
-import evaluate
+from evaluate import loss_of_each_row
 from files.formats import hf_name, to_hf_rows
-from lora import adapters_off
 from model import IGNORE, LlamaConfig, Vocabulary, sum_of_losses
 from plumbing.processes import UserError
 from preferences import Preferences
-from techniques import chunked_loss
+from techniques.chunked_loss import cross_entropies
 from text.chat import Packed, encode, open_samples
 from text.pairs import docstring_pairs, pairs
 from text.tokenizer import load_tokenizer
@@ -34,6 +34,12 @@ def said(role: str, content: str) -> dict:
 HI, GOOD, BAD = said("user", "Hi"), said("assistant", "Hello"), said("assistant", "Go")
 BEFORE = [said("user", "A?"), said("assistant", "B.")]
 HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
+
+
+def written(directory: Path, lines: list[dict]) -> str:
+    path = directory / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
 
 
 def record(prompt, chosen, rejected, **more) -> dict:
@@ -54,8 +60,8 @@ def record(prompt, chosen, rejected, **more) -> dict:
 )
 def test_layouts_of_pairs(tmp_path, line, before):
     """The targets are the last answers alone: earlier ones would count the same in both."""
-    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
-    train, val, prompts, _ = open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+    path = written(tmp_path, [line] * 3)
+    train, val, prompts, _ = open_samples([path], BYTES, 128, read=pairs)
     shared = [message | {"train": False} for message in [*before, HI]]
     expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
     for packed, n in ((train, 2), (val, 1)):
@@ -79,76 +85,43 @@ def test_layouts_of_pairs(tmp_path, line, before):
     ],
 )
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
-    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(line)}\n")
     with pytest.raises(UserError, match=says):
-        open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+        open_samples([written(tmp_path, [line])], BYTES, 128, read=pairs)
 
 
 def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
     lines = [record("Hi", "a" * (n % 13 + 1), "b" * (n % 7 + 1)) for n in range(40)]
-    lines += [record("Hi", "a" * 80, "b" * 10)] * 3
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    train, val, _, summary = open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
-    assert summary.endswith("; 3 dropped")
-    assert len(train.samples) + len(val.samples) == 80
+    path = written(tmp_path, lines + [record("Hi", "a" * 80, "b" * 10)] * 3)
+    train, val, _, summary = open_samples([path], BYTES, 128, read=pairs)
+    assert summary.endswith("; 3 dropped") and len(train.samples) + len(val.samples) == 80
     for row in train.rows:
         assert row[1::2] == [i + 1 for i in row[::2]] and not any(i % 2 for i in row[::2])
         assert sum(len(train.samples[i][0]) - 1 for i in row) <= 128
 
 
 def test_default_pairs():
-    samples = list(docstring_pairs())
-    assert len(samples) > 1000 and {s.split for s in samples} == {"train", "val"}
-    shuffled = 0
-    for sample in samples:
-        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
-        assert bad and bad != good
-        shuffled += sorted(bad) == sorted(good)
-        assert sorted(bad) == sorted(good) or bad == good[: len(good) // 2]
-    assert 0.4 < shuffled / len(samples) < 0.6
-
-
-def test_cross_entropies_are_the_loss_of_each_target(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK", 5)
-    torch.manual_seed(0)
-    h, w = torch.randn(3, 7, 4).double().requires_grad_(), torch.randn(9, 4).double()
-    w, targets = w.requires_grad_(), torch.randint(9, (3, 7))
-    targets[0, 3:] = IGNORE
-    losses = chunked_loss.cross_entropies(h, w, targets, Vocabulary(9))
-    factor = torch.randn(3, 7).double()
-    wanted = [
-        [sum_of_losses(h[i, j : j + 1], w, targets[i, j : j + 1], Vocabulary(9)) for j in range(7)]
-        for i in range(3)
+    answers = [
+        [m[-1]["content"].split() for m in (s.messages, s.rejected)] for s in docstring_pairs()
     ]
-    wanted = torch.stack([torch.stack(row) for row in wanted])
-    torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-14)
-    ours, theirs = (torch.autograd.grad((x * factor).sum(), (h, w)) for x in (losses, wanted))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-    by_row = evaluate.loss_of_each_row(chunked_loss.cross_entropies, h, w, targets, Vocabulary(9))
-    torch.testing.assert_close(by_row, wanted.sum(1))  # as exams want it
+    assert len(answers) > 1000 and all(bad and bad != good for good, bad in answers)
+    shuffled = [sorted(bad) == sorted(good) for good, bad in answers]
+    halves = [bad == good[: len(good) // 2] for good, bad in answers]
+    assert all(map(operator.xor, shuffled, halves)) and 0.4 < sum(halves) / len(halves) < 0.6
 
 
-@pytest.mark.parametrize("lora", [dict(rank=3), dict(rank=3, dora=True, rslora=True)])
-def test_adapters_off_is_the_base_exactly(lora):
-    model, tokens = plain_model(GROUPED, lora), torch.arange(12)[None]
-    weights = effective_weights(model, lora, with_adapters=False)
-    with adapters_off(model):
-        off = model(tokens)
-    assert not off.requires_grad and model(tokens).requires_grad
-    assert not torch.allclose(off, model(tokens))
-    plain = plain_model(GROUPED)
-    assert torch.equal(off, torch.func.functional_call(plain, weights, (tokens,)))
-    with contextlib.suppress(KeyError), adapters_off(model):
-        raise KeyError
-    assert not torch.equal(off, model(tokens))
+def test_losses_of_targets_add_up_to_those_of_rows():
+    """So that an exam scores choices as before."""
+    h, w, targets = torch.randn(3, 7, 4), torch.randn(9, 4), torch.randint(9, (3, 7))
+    given = h, w, targets, Vocabulary(9)
+    ours, theirs = (loss_of_each_row(f, *given) for f in (cross_entropies, sum_of_losses))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_a_run_begins_at_log_2_and_resumes(tmp_path, base, nproc):  # noqa: F811
     lines = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     out, more = tmp_path / "out", dict(save_every=2, eval_every=2, microbatch=2)
-    given = flags(base, tmp_path / "pairs.jsonl", out, **more)
+    given = flags(base, written(tmp_path, lines), out, **more)
     result, rows = succeed("preferences.py", *given, nproc=nproc), metrics(out)
     names = {"accuracy", "margin", "chosen", "rejected"}
     assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12) and rows[0]["accuracy"] == 0
@@ -201,11 +174,11 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     def text(ids: list[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
 
-    rows = []
-    for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
-        at = on.index(True)
-        answers = dict(chosen=text(chosen[at:-1]), rejected=text(rejected[at:-1]))
-        rows.append(dict(prompt=text(chosen[:at]) + " ") | answers)
+    rows = [
+        dict(prompt=f"{text(c[:at])} ", chosen=text(c[at:-1]), rejected=text(r[at:-1]))
+        for (c, on), (r, _) in zip(samples[::2], samples[1::2])
+        for at in [on.index(True)]
+    ]
     config_of_trainer = trl.DPOConfig(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], beta=BETA, max_length=None,
         per_device_train_batch_size=len(rows), bf16=False, gradient_checkpointing=False,

@@ -73,7 +73,7 @@ def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
 @pytest.fixture(scope="module")
 def astray(tmp_path_factory) -> Path:
     """A copy in which rank 1 goes astray, and a minute is some seconds."""
-    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)\n"
+    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
     fault = "    from tests.workers.astray import astray\n    if astray(world, step):\n"
     fault += "        return records.Totals(1.0, 1, 1)\n"
     _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
