@@ -69,7 +69,15 @@ def assert_late(directory, cases: dict, within=()) -> None:
     """Assert that training in which all arrives late is plain training."""
     results = train(directory, 4, cases, within=(*within, "tests/workers/late.py"))
     for name, result in results.items():
-        given = [cases[name]["config"], False, None, False, cases[name].get("seq", SEQ), "adamw"]
+        given = [
+            cases[name]["config"],
+            False,
+            None,
+            False,
+            cases[name].get("seq", SEQ),
+            "adamw",
+            None,
+        ]
         assert_same(result, plain_training(json.dumps(given)))
 
 
