@@ -26,6 +26,7 @@ run.py lists the labs in ORDER.
 import torch
 from torch import Tensor
 
+import parallel
 from config import ParallelConfig
 from model import IGNORE, Llama, LlamaConfig
 from parallel import World, with_mesh
@@ -33,6 +34,7 @@ from plumbing.processes import Process
 from text.batch import Batch
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
+parallel.connect = lambda *_: None  # gloo needs no such calls, which would count as the student's
 ROWS, SEQ = 12, 13  # of a step's batch; 2, 3 and 4 ranks divide the rows
 
 
