@@ -34,7 +34,7 @@ plumbing
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
     "top": 4107, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1367,
-    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7281, "tests": 15191, "docs": 794,
+    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7286, "tests": 15191, "docs": 794,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
