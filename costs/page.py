@@ -46,8 +46,9 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
         everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
     n_saved = {
         "none": everything,
+        "products": D + (stream + 2 * Q + 2 * KV + 2 * F + 2 * D * (tp > 1)) / tp,
         "selective": D + (stream + Q + KV + F + 2 * D * (tp > 1)) / tp,  # see recompute.py
-        "full": stream / tp,  # the block's input
+        "full": (stream + (Q + 2 * D * (tp > 1)) * p.compile) / tp,
     }[p.checkpointing]
     return n_saved, everything - n_saved
 
@@ -168,7 +169,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
     ends = int(pp_rank == 0) + int(part.output is not None)  # the tied copy embeds nothing
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
-    yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
+    yield "tp", "reduce-scatter", m * (4 * L + L * p.repeats_attention + ends), p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
         yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks

@@ -59,11 +59,13 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     V = V if stage == stages - 1 else 0
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
-    # the square. Selective checkpointing repeats wq, wv and w1, full all.
+    # the square. Selective checkpointing repeats wq, wv and w1, full all; but compiled, neither w2
+    # nor attention (uncompiled, w2 is not repeated either, which is left out here).
     block, output = 2 * (2 * D * (Q + KV) + 3 * D * F), 2 * D * V
     attention = 2 * (work.document or work.seq_len) * Q
-    again = {"none": (0, 0), "selective": (2 * D * (Q + KV + F), 0), "full": (block, attention)}
-    block_again, attention_again = again[p.checkpointing]
+    full = (block, attention) if p.repeats_attention else (block - 2 * D * F, 0)
+    again = {"selective": (2 * D * (Q + KV + F), 0), "full": full}
+    block_again, attention_again = again.get(p.checkpointing, (0, 0))
     # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
     # are any, 2 (Q + KV) each, SwiGLU 3 F. Backward moves twice as many. Softmax, exponential and
     # gradient of the loss: each reads and writes V, in float32 but for two of them.

@@ -258,11 +258,12 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
 
 def attentions(case: dict, layers: float) -> float:
     """Return the attention forwards of a step in so many layers: one for each microbatch, twice as
-    many with full checkpointing, and again with cp, where a rank has two chunks of a sequence."""
+    many with full checkpointing of uncompiled blocks, and again with cp, where a rank has two
+    chunks of a sequence."""
     parallel = ParallelConfig(**case["parallel"])
     parts = parallel.replicate * parallel.shard // parallel.cp
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
-    times = 2 if parallel.checkpointing == "full" else 1
+    times = 2 if parallel.repeats_attention else 1
     return times * (2 if parallel.cp > 1 else 1) * microbatches * layers
 
 

@@ -40,7 +40,7 @@ def facts(parallel=DDP, shares=None, peak=99, sequences=4, microbatches=1, on_gp
         return {"peak": next(known, peak) * GB}
 
     rules.holds = predicted
-    times = 2 if parallel.checkpointing == "full" else 1
+    times = 2 if parallel.repeats_attention else 1
     usual = dict(per_node=8, usable_memory=10 * GB, device=torch.device("cpu"), attentions=times)
     shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | (shares or {})
     batch = sequences * parallel.replicate * parallel.shard // parallel.cp
