@@ -33,6 +33,7 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class World(Process):
             return row[None]
         rows = row.new_empty(self.size * len(row))
         # torch 2.11 has this collective under its older name alone.
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -134,6 +135,16 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
     if parallel.pp > 1:
         stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
+    if parallel.cp > 1 or parallel.tp > 1:
+        # Collectives of several groups are then under way at once. NCCL is to run them in the order
+        # in which hosts start them, which is the same on all ranks: else two could wait for ever.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # NCCL makes a group's communicator in its first collective, in which all its ranks have to
+    # meet: here, in one order, and not in the middle of a step.
+    others = cp_mesh and cp_mesh.get_group(), stage_group
+    for group in filter(None, (dist.group.WORLD, *mesh.get_all_groups(), *others)):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=process.device), group=group)
     place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
     return World(**vars(process) | place)
 
@@ -236,7 +247,8 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    But DDP sends buckets of 25 MB (the first of 1 MB) while backward still computes.
+    But DDP sends buckets of 25 MB, on GPUs of 100 MB, which fast links need, while backward still
+    computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
@@ -247,7 +259,13 @@ def ddp(model: Llama, world: World) -> nn.Module:
         process_group=world.mesh.get_group("replicate"),
         init_sync=False,  # all ranks have initialized the same weights
         gradient_as_bucket_view=True,  # store gradients once, in the buckets
+        bucket_cap_mb=bucket_megabytes(world.device.type == "cuda"),
     )
+
+
+def bucket_megabytes(on_gpu: bool) -> int:
+    """Return how many MiB of gradients DDP sends at a time."""
+    return 100 if on_gpu else 25
 
 
 def fsdp(model: Llama, world: World) -> nn.Module:

@@ -108,8 +108,8 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
     full = torch.zeros(nbytes // 4, device=device)
     shard = torch.zeros(len(full) // group.size(), device=device)
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return {
         "all-reduce": lambda: dist.all_reduce(full, group=group),
         "all-gather": lambda: all_gather(full, shard, group=group),

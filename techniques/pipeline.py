@@ -207,8 +207,6 @@ class Pipeline(nn.Module):
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
-        # NCCL wants all ranks in the first call of a group. A barrier would run on gloo.
-        dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
         """Return for each tick in which an action ends: rank -> action."""
@@ -322,10 +320,11 @@ class Pipeline(nn.Module):
                 given = as_stream(x, tokens, self.tp), targets if stage == self.last else None
                 x = self.stages[stage](*given, positions, caches and caches[stage], documents)
                 if stage < self.last:
-                    dist.send(to_local(x).contiguous(), group=self.group, group_dst=there)
+                    operation = self.message(dist.isend, to_local(x).contiguous(), group_peer=there)
+                    wait(dist.batch_isend_irecv([operation]))
             elif there == self.rank and stage < self.last:
                 x = self.empty_stream(tokens)
-                dist.recv(x, group=self.group, group_src=here)
+                wait(dist.batch_isend_irecv([self.message(dist.irecv, x, group_peer=here)]))
         is_last = self.last in self.stages
         if targets is not None:
             return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)

@@ -267,14 +267,19 @@ def attentions(case: dict, layers: float) -> float:
     return times * (2 if parallel.cp > 1 else 1) * microbatches * layers
 
 
-def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
-    """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
+def assert_trained(result: dict, case: dict, reference: dict | None = None) -> None:
+    """Assert that a case has trained as plain PyTorch does, or as a `reference`."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
     key += [case.get("seq", SEQ), optimizer]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
+
+
+def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
+    """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
+    assert_trained(result, case, reference)
     assert_generation(result, case)
     assert_saved(result, case)
     assert result["attentions"] == attentions(case, result["layers"])
