@@ -17,7 +17,7 @@ from config import EVERYTHING, Work
 from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
 from parallel import bucket_megabytes, used_techniques
-from techniques.chunked_loss import tokens_at_a_time
+from techniques.chunked_loss import is_compiled, tokens_at_a_time
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -95,8 +95,10 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
     loss = 3 * N * D * w
     if part.output is not None:
-        chunk = min(N, tokens_at_a_time(work.on_gpu)) * V * wide
-        loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
+        compiled = is_compiled(p, work.on_gpu)  # the logits then make room for their gradient
+        of_logit = w if compiled else (3 if p.tp == 1 else 4) * wide
+        loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
+        loss += V * D * wide * part.output.weight.requires_grad
     backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up
 
     held_always = state["parameters"] + state["optimizer"] + state["kept"]
@@ -172,7 +174,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
     yield "tp", "reduce-scatter", m * (4 * L + L * p.repeats_attention + ends), p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit
-        chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
+        chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu, False))
         yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
     neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of all its stages
     yield "pp", "send", m * neighbours, share

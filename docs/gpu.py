@@ -35,6 +35,7 @@ from perf import instruments  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
 from techniques.float8 import float8_product, has_float8  # noqa: E402
+from techniques.optimizers import BFloat16AdamW  # noqa: E402
 
 PART_SECONDS = 530
 LEAST_SECONDS = 60  # that must be left of a part for another command to begin
@@ -104,6 +105,12 @@ def measure_rates() -> dict[str, str]:
     attention = lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)  # noqa: E731
     # Two products forward and five backward, of which causality leaves half.
     add("FLOP of attention", attention, 7 * n * n * 32 * head_dim, "548")
+    weights = [torch.nn.Parameter(random(n // 4, n).float()) for _ in range(8)]
+    optimizer = BFloat16AdamW(weights, lr=1e-3, betas=(0.9, 0.95))
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    moved = 20 * sum(weight.numel() for weight in weights)  # bytes, as counted of its kernels
+    add("bytes of AdamW with moments in bfloat16", optimizer.step, moved, NEW)
     source, target = random(8, n, n), random(8, n, n)
     add("bytes of a copy", lambda: target.copy_(source), 2 * source.nbytes, "4.16")
     return rates
