@@ -39,6 +39,8 @@ from techniques.technique import Technique
 # The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 
+FEW = "amax", "all_reduce"  # operators with small results: see float8.py
+
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
@@ -109,7 +111,8 @@ def is_attention(operator: str) -> bool:
 
 def _selective_context():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
-    that are marked, but not of LoRA's thin products."""
+    that are marked, but not of LoRA's thin products. In 8 bits, also the largest numbers, which are
+    few, so that backward does not read all of a tensor to find them again."""
     # context.is_recompute -> True if a mark came since the last product, in forward or in backward
     has_mark = {}
 
@@ -120,7 +123,7 @@ def _selective_context():
         is_saved = False
         if name.removesuffix(".default") in PRODUCTS:
             is_saved = has_mark.pop(context.is_recompute, False)
-        if is_saved or is_attention(name) or "reduce_scatter" in name:
+        if is_saved or is_attention(name) or name.startswith(FEW) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
