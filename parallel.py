@@ -234,6 +234,9 @@ def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
 # ----------------------------------------------------------------------------- data parallelism
 
 
+BUCKET_MB = 25, 100  # MiB of gradients that DDP sends at a time, on a CPU and on a GPU
+
+
 def ddp(model: Llama, world: World) -> nn.Module:
     """DDP: every rank holds the whole model and computes its own part of the batch.
 
@@ -247,8 +250,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    But DDP sends buckets of 25 MB, on GPUs of 100 MB, which fast links need, while backward still
-    computes.
+    But DDP sends buckets of 25 MB, on GPUs of 100 MB, while backward still computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
@@ -259,13 +261,8 @@ def ddp(model: Llama, world: World) -> nn.Module:
         process_group=world.mesh.get_group("replicate"),
         init_sync=False,  # all ranks have initialized the same weights
         gradient_as_bucket_view=True,  # store gradients once, in the buckets
-        bucket_cap_mb=bucket_megabytes(world.device.type == "cuda"),
+        bucket_cap_mb=BUCKET_MB[world.device.type == "cuda"],
     )
-
-
-def bucket_megabytes(on_gpu: bool) -> int:
-    """Return how many MiB of gradients DDP sends at a time."""
-    return 100 if on_gpu else 25
 
 
 def fsdp(model: Llama, world: World) -> nn.Module:

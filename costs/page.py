@@ -16,7 +16,7 @@ import lora
 from config import EVERYTHING, Work
 from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
-from parallel import bucket_megabytes, used_techniques
+from parallel import BUCKET_MB, used_techniques
 from techniques.chunked_loss import is_compiled, tokens_at_a_time
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
@@ -152,7 +152,7 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
         is_zero1 = bool(p.strategy.sharded)
         root_and_block = units(part, p, p.replicate if is_zero1 else 1)
         nbytes = g * sum(unit.copies * unit.trained for unit in root_and_block)
-        buckets = math.ceil(nbytes / (bucket_megabytes(work.on_gpu) << 20))
+        buckets = math.ceil(nbytes / (BUCKET_MB[work.on_gpu] << 20))
         calls = len(trained) if is_zero1 else max(1, buckets)
         for collective in ("reduce-scatter", "all-gather") if is_zero1 else ("all-reduce",):
             yield "replicate", collective, calls, nbytes / calls

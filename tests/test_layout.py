@@ -32,8 +32,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 3800, "techniques": 2956, "text": 1740, "files": 1600, "runs": 1275,
-    "costs": 956, "perf": 1844, "plumbing": 1004, "labs": 7200, "tests": 13790, "docs": 794,
+    "top": 3820, "techniques": 3032, "text": 1740, "files": 1600, "runs": 1275,
+    "costs": 963, "perf": 1844, "plumbing": 1025, "labs": 7200, "tests": 14580, "docs": 811,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
