@@ -219,17 +219,16 @@ class BFloat16AdamW(torch.optim.Optimizer):
         `closure` is ignored; it is there for callers that pass None."""
         updates = defaultdict(list)  # of each block, and of all else
         for group in self.param_groups:
+            names = group.get("param_names", [""] * len(group["params"]))
             numbers, settings = None, (*group["betas"], group["eps"])
-            for i, parameter in enumerate(group["params"]):
+            for name, parameter in zip(names, group["params"]):
                 if parameter.grad is not None:
                     tensors, step = self._advance(parameter)
                     numbers = numbers or numbers_of_step(group, step)
-                    weight, name = tensors[0], group.get("param_names", {i: ""})[i]
                     # torch 2.11 fails to compile for one element.
-                    compiled = len(weight) > 1 and has_triton(weight.device)
+                    compiled = len(tensors[0]) > 1 and has_triton(tensors[0].device)
                     block = name.split(".")[1] if name.startswith("layers.") else ""
-                    call = settings, compiled, block
-                    updates[call].append((*tensors, *numbers))
+                    updates[settings, compiled, block].append((*tensors, *numbers))
         for (settings, compiled, _), parameters in updates.items():
             make_update(*settings, compiled)(parameters, self.gradient_scale)
         self.gradient_scale = None
