@@ -33,7 +33,7 @@ plumbing
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
     "top": 3820, "techniques": 3032, "text": 1740, "files": 1600, "runs": 1275,
-    "costs": 963, "perf": 1844, "plumbing": 1025, "labs": 7200, "tests": 14580, "docs": 817,
+    "costs": 963, "perf": 1844, "plumbing": 1025, "labs": 7200, "tests": 14585, "docs": 817,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

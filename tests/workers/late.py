@@ -67,12 +67,17 @@ class LateWork(dist._Work):
 class LateGroup(dist.ProcessGroup):
     """A process group whose collectives are LateWorks, by the names that dist and C++ call."""
 
+    supports_coalescing = False
+
     def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int):
         super().__init__(rank, size)
         self.gloo = gloo
 
     def getBackendName(self) -> str:
         return "late"
+
+    def _get_backend(self, device: torch.device) -> "LateGroup":
+        return self
 
     @property
     def group_name(self) -> str:
