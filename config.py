@@ -101,7 +101,7 @@ class ParallelConfig:
     offload: bool = flag(False, LAYOUT, "keep parameters and optimizer state of fsdp and hsdp in "
                          "CPU memory")
     checkpointing: str = flag("none", LAYOUT, "activations that backward recomputes",
-                              ["none", "selective", "full"])
+                              ["none", "products", "selective", "full"])
     offload_activations: bool = flag(False, LAYOUT, "keep what blocks save for backward in CPU "
                                      "memory")
     compile: bool = flag(False, SPEED, "compile the transformer blocks (default: on a GPU with "
@@ -183,6 +183,11 @@ class ParallelConfig:
     def weight_bytes(self) -> int:
         """Bytes of a weight in matrix products. Trainable weights are stored in grad_bytes."""
         return self.dtype.itemsize
+
+    @property
+    def repeats_attention(self) -> bool:
+        """Whether backward runs attention again. Compiled blocks save its output."""
+        return self.checkpointing == "full" and not self.compile
 
     @property
     def moment_bytes(self) -> int:

@@ -138,7 +138,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    connect([*map(mesh.get_group, dims), place["stage_group"], *groups.values()], process.device)
+    every = [*map(mesh.get_group, dims), place["stage_group"], *groups.values()]
+    connect(every, process.device, ordered=parallel.cp * parallel.tp > 1)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 

@@ -38,7 +38,7 @@ from plumbing.devices import widest_float
 from plumbing.processes import UserError, print_rank_zero, run
 from runs import flags, records, setup
 from techniques import diloco
-from techniques.optimizers import make_optimizer, own_gradients
+from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch
 
 
@@ -188,7 +188,7 @@ def update(
     norm = squared_norms[peers].sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
-    torch._foreach_mul_(gradients, scale.to(gradients[0]))
+    scale_gradients(optimizer, gradients, scale)
 
     # The host waits for the device here and nowhere else, to see before the optimizer's step that
     # all is finite. `health` is finite unless a loss or a gradient is not, or no token is a target.

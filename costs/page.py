@@ -17,7 +17,7 @@ from config import EVERYTHING, Work
 from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
-from techniques.chunked_loss import tokens_at_a_time
+from techniques.chunked_loss import is_compiled, tokens_at_a_time
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -46,11 +46,12 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     if not work.fused:  # inputs of norms, and x before their weights, in float32
         in_float32 = max(4, w) / w
         everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
+    of_one = 0 if several else F  # several feed-forwards are computed again
     n_saved = {
         "none": everything,
-        "selective": D
-        + (stream + Q + KV + F * (not several) + 2 * D * (tp > 1)) / tp,  # see recompute.py
-        "full": stream / tp,  # the block's input
+        "products": D + (stream + 2 * (Q + KV + of_one) + 2 * D * (tp > 1)) / tp,
+        "selective": D + (stream + Q + KV + of_one + 2 * D * (tp > 1)) / tp,  # see recompute.py
+        "full": (stream + (Q + 2 * D * (tp > 1)) * p.compile) / tp,
     }[p.checkpointing]
     return n_saved, everything - n_saved
 
@@ -99,8 +100,10 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
     loss = 3 * N * D * w
     if part.output is not None:
-        chunk = min(N, tokens_at_a_time(work.on_gpu)) * V * wide
-        loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
+        compiled = is_compiled(p, work.on_gpu)  # the logits then make room for their gradient
+        of_logit = w if compiled else (3 if p.tp == 1 else 4) * wide
+        loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
+        loss += V * D * wide * part.output.weight.requires_grad
     backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up
 
     held_always = state["parameters"] + state["optimizer"] + state["kept"]
@@ -177,9 +180,9 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
     ends = int(pp_rank == 0) + int(part.output is not None)  # the embedding, and the output
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
-    yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
+    yield "tp", "reduce-scatter", m * (4 * L + L * p.repeats_attention + ends), p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit
-        chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
+        chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu, False))
         yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
     neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of all its stages
     yield "pp", "send", m * neighbours, share

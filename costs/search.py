@@ -31,6 +31,7 @@ SAME_TRAINING = ("ddp", "zero1", "hsdp", "fsdp")  # strategies that compute the 
 # How activations are kept: the later, the less memory and the more time.
 ACTIVATIONS = {
     "all saved": dict(checkpointing="none", offload_activations=False),
+    "products": dict(checkpointing="products", offload_activations=False),
     "selective": dict(checkpointing="selective", offload_activations=False),
     "full": dict(checkpointing="full", offload_activations=False),
     "full, on CPU": dict(checkpointing="full", offload_activations=True),

@@ -60,12 +60,16 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     V = V if stage == stages - 1 else 0
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
-    # the square. Selective checkpointing repeats wq, wv and w1, or all experts; full all.
+    # the square. Selective checkpointing repeats wq, wv and w1, full all; but compiled, neither w2
+    # nor attention (uncompiled, w2 is not repeated either, which is left out here). Experts are
+    # computed again with each.
     block, output = 2 * (2 * D * (Q + KV) + 3 * D * F), 2 * D * V
     attention = 2 * (work.document or work.seq_len) * Q
-    repeated = 2 * D * (Q + KV + (3 * F if several else F))
-    again = {"none": (0, 0), "selective": (repeated, 0), "full": (block, attention)}
-    block_again, attention_again = again[p.checkpointing]
+    full = (block, attention) if p.repeats_attention else (block - 2 * D * F, 0)
+    experts = 2 * D * 3 * F * several
+    selective = 2 * D * (Q + KV) + (experts or 2 * D * F)
+    again = {"products": (experts, 0), "selective": (selective, 0), "full": full}
+    block_again, attention_again = again.get(p.checkpointing, (0, 0))
     # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
     # are any, 2 (Q + KV) each, SwiGLU 3 F; rows that are copied to experts and added up again, 8 D
     # for each. Backward moves twice as many. Softmax, exponential and

@@ -48,6 +48,14 @@ Rows = list["Published"]
 build = functools.cache(build_on_meta)
 
 
+class OfOthers(ParallelConfig):
+    """Full checkpointing around compiled blocks, as in the published steps, repeats all."""
+
+    @property
+    def repeats_attention(self) -> bool:
+        return self.checkpointing == "full"
+
+
 class Published:
     """A speed that somebody has published, three of them we: each column of the file's row is an
     attribute, digits alone an integer; `assumed` has what the source does not say."""
@@ -58,7 +66,7 @@ class Published:
         self.measured = float(self.tokens_s_gpu)  # tokens a second and GPU
         given = {name: getattr(self, name) for name in SPLIT}
         given |= dict(compile=bool(self.compile), async_tp=bool(self.async_tp))
-        parallel = ParallelConfig(dtype=torch.bfloat16, **given)
+        parallel = OfOthers(dtype=torch.bfloat16, **given)
         shape = (getattr(self, name) for name in SHAPE)
         model = build(LlamaConfig(*shape, max_seq_len=1 << 20))
         batch = self.microbatches * self.microbatch * self.replicate * self.shard // self.cp

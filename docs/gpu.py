@@ -8,7 +8,7 @@
 A part takes less than nine minutes, its most telling commands first. Each runs in a process of its
 own, which frees its memory and has a time limit; if one fails, the others go on. The same call
 again goes on with what FILE.json does not have, or has as an error. The script finds the project by
-its own path: it has to be copied nowhere. It needs some 120 GB of GPU memory. Where a value is
+its own path: it has to be copied nowhere. It needs some 135 GB of GPU memory. Where a value is
 expected, one NVIDIA H200 gave it on 2026-11-26 (docs/measured.md).
 """
 
@@ -29,16 +29,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from config import ParallelConfig, Work  # noqa: E402
+from generate import stream  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
-from techniques.float8 import float8_product, has_float8  # noqa: E402
+from plumbing.shards import allocate  # noqa: E402
+from techniques.float8 import E4M3, float8_product, has_float8, product, rounded  # noqa: E402
+from techniques.optimizers import BFloat16AdamW  # noqa: E402
 
 PART_SECONDS = 530
 LEAST_SECONDS = 60  # that must be left of a part for another command to begin
 NEW = "not measured before"
+FULL = "more than 8,910 tokens/s and 112.3 GB, of blocks that repeated attention and w2"
 
 TOKENS = "--batch 8 --microbatch 2 --seq-len 4096"
 STEP = f"bench.py step {TOKENS} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --model"
@@ -50,23 +54,25 @@ QLORA_70B = "llama3.1-70b --batch 2 --seq-len 8192 --lora --base-bits 4"
 PARTS = {  # part -> name, command and what is expected, the most telling first
     "A": [
         ("rates", "docs/gpu.py --measure rates", "beside each"),
+        ("8B, products saved", f"{STEP_8B} products", "14 products in a block's backward, not 17"),
         ("8B, selective", f"{STEP_8B} selective", "10,373 tokens/s, 54.0 % MFU, 119.9 GB"),
         ("kernels of a step of 8B", "docs/gpu.py --measure kernels", NEW),
         ("8B, weights gathered once", f"{STEP_8B} selective --dp fsdp --reshard none", NEW),
     ],
     "B": [
-        ("8B, tensorwise", f"{STEP_8B} selective --float8 tensorwise", NEW),
-        ("8B, full", f"{STEP_8B} full --microbatch 4", "8,910 tokens/s, 46.4 % MFU, 112.3 GB"),
-        ("8B, rowwise", f"{STEP_8B} selective --float8 rowwise", NEW),
+        ("8B, tensorwise", f"{STEP_8B} products --float8 tensorwise", NEW),
+        ("8B, full", f"{STEP_8B} full --microbatch 4", FULL),
+        ("8B, rowwise", f"{STEP_8B} products --float8 rowwise", NEW),
         ("LoRA of 8B", f"{COMPARE.format('one --compile')} {LORA_8B} 2", NEW),
         ("LoRA of 8B by peft", f"{COMPARE.format('transformers')} {LORA_8B} 1", NEW),
     ],
     "C": [
         ("1B", f"{STEP_1B} --compile", "55,281 tokens/s, 50.4 % MFU, 36.7 GB"),
+        ("tokens written by 8B", "docs/gpu.py --measure generation", "40 to 110 a second"),
         ("LoRA of 70B in 4 bits", f"{COMPARE.format('one --checkpointing full')} {QLORA_70B}", NEW),
         ("1B, eager", f"{STEP_1B} --no-compile", NEW),
         ("1B by transformers", f"{COMPARE.format('transformers')} llama3.2-1b {TOKENS}", NEW),
-        ("tests", "-m pytest -q -m gpu tests/test_gpu_kernels.py", "no test fails"),
+        ("tests", "-m pytest -q -m gpu tests/test_gpu_kernels.py tests/test_gpu.py", "none fails"),
     ],
 }
 
@@ -96,12 +102,24 @@ def measure_rates() -> dict[str, str]:
     add("FLOP of a matrix product", lambda: a @ b, 2 * n**3, "785")
     for recipe, expected in (("tensorwise", "495"), ("rowwise", "481")):
         if has_float8(DEVICE, DTYPE, recipe):
-            product = partial(float8_product, a, b, recipe)
-            add(f"FLOP of a product with rounding, {recipe}", product, 2 * n**3, expected)
+            codes = [rounded(matrix, E4M3, recipe) for matrix in (a, b)]
+            compiled = torch.compile(float8_product)
+            for how, operation, known in (
+                ("with rounding", partial(float8_product, a, b, recipe), expected),
+                ("with rounding, compiled", partial(compiled, a, b, recipe), NEW),
+                ("of codes", partial(product, *codes, recipe, DTYPE, fast=True), NEW),
+            ):
+                add(f"FLOP of a product {how}, {recipe}", operation, 2 * n**3, known)
     q, k, v, grad = (random(1, n, heads, head_dim).requires_grad_() for heads in widths)
     attention = lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)  # noqa: E731
     # Two products forward and five backward, of which causality leaves half.
     add("FLOP of attention", attention, 7 * n * n * 32 * head_dim, "548")
+    weights = [torch.nn.Parameter(random(n // 4, n).float()) for _ in range(8)]
+    optimizer = BFloat16AdamW(weights, lr=1e-3, betas=(0.9, 0.95))
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    moved = 20 * sum(weight.numel() for weight in weights)  # bytes, as counted of its kernels
+    add("bytes of AdamW with moments in bfloat16", optimizer.step, moved, NEW)
     source, target = random(8, n, n), random(8, n, n)
     add("bytes of a copy", lambda: target.copy_(source), 2 * source.nbytes, "4.16")
     return rates
@@ -110,7 +128,7 @@ def measure_rates() -> dict[str, str]:
 def measure_kernels() -> dict[str, float]:
     """Return the seconds of a step of 8B, and of the kernels that take most of them."""
     name, seq_len = ("llama3.1-8b", 4096) if ON_GPU else ("tiny", 32)
-    settings = dict(checkpointing="selective", moments="bfloat16")
+    settings = dict(checkpointing="products", moments="bfloat16")
     parallel = ParallelConfig(dtype=DTYPE, compile=ON_GPU, **settings)
     model = instruments.build_on_meta(PRESETS[name])
     work = Work(model, parallel, 4, 2, seq_len)
@@ -126,7 +144,22 @@ def measure_kernels() -> dict[str, float]:
     return seconds | {event.key: event.self_device_time_total / 1e6 for event in events[:20]}
 
 
-MEASURES = dict(rates=measure_rates, kernels=measure_kernels)
+def measure_generation() -> dict[str, float]:
+    """Return how many tokens a second 8B writes after a prompt of 512, by rows of the batch."""
+    n_tokens = 128 if ON_GPU else 4
+    model = instruments.build_on_meta(PRESETS["llama3.1-8b" if ON_GPU else "tiny"]).to(DTYPE)
+    allocate(model, DEVICE)
+    model.init_weights()
+    writes, rates = partial(stream, model, max_new_tokens=n_tokens + 1, temperature=0), {}
+    for rows in (1, 8):
+        new_tokens = writes([[1] * 512] * rows)
+        next(new_tokens)  # reads the prompts
+        begin = time.monotonic()
+        rates[f"{rows} rows"] = rows * len(list(new_tokens)) / (time.monotonic() - begin)
+    return rates
+
+
+MEASURES = dict(rates=measure_rates, kernels=measure_kernels, generation=measure_generation)
 
 # ------------------------------------------------------------------------------ running commands
 
@@ -154,7 +187,7 @@ def run_command(line: str, directory: Path, timeout: float) -> object:
     if file.exists():
         return json.loads(file.read_text())
     if process.returncode:
-        return f"error: {(process.stdout + process.stderr).splitlines()[-1:]}"
+        return f"error: {(process.stdout + process.stderr).splitlines()[-8:]}"
     return process.stdout.splitlines()[-1]
 
 

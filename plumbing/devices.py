@@ -1,7 +1,10 @@
-"""What a device can compute: bfloat16, kernels, FlashAttention 3, float64; and how."""
+"""What a device can compute, and how: bfloat16, kernels, communicators, what fills its memory."""
 
+import contextlib
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,37 @@ def use_gpu(gpu: int) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
+def connect(
+    groups: Iterable[dist.ProcessGroup | None], device: torch.device, ordered: bool
+) -> None:
+    """Let NCCL connect all ranks, and those of each group, in the same order everywhere. Otherwise
+    a group's first call would do it, somewhere in the first step, which then seems to hang.
+
+    If `ordered`, calls run in the order in which the host starts them, also where a block
+    communicates in two groups: in other orders on other ranks, calls could wait in a circle."""
+    if ordered:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # read when NCCL first connects
+    for group in (dist.group.WORLD, *filter(None, groups)):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def record_memory() -> None:
+    """Let a GPU keep the last allocations, with the lines of Python that made them. torch takes
+    this for fast enough to be always on: 2 microseconds for each."""
+    torch.cuda.memory._record_memory_history(max_entries=50_000, stacks="python")
+
+
+def memory_snapshot() -> str:
+    """Write what the GPU's memory holds to a file, and return how to look at it; "" if it cannot be
+    written."""
+    file = os.path.join(tempfile.gettempdir(), f"memory-{os.getpid()}.pickle")
+    with contextlib.suppress(OSError, RuntimeError):
+        torch.cuda.memory._dump_snapshot(file)
+        return f"; https://pytorch.org/memory_viz shows what held the memory: open {file} there"
+    return ""
+
+
 def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
     """Return tensors as autocast, if it is on, gives them to torch's own products."""
     device = tensors[0].device.type
@@ -52,14 +86,3 @@ def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums of a step are kept: float64, which Apple's GPUs lack."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Let NCCL connect the ranks of each group, in the same order everywhere; None is all ranks.
-    Otherwise a group's first call does it, for a second in which ranks seem to hang."""
-    # Some blocks communicate in two groups at once. On the GPU their calls are to keep the order in
-    # which the host made them (NCCL 2.26), since another order could be a deadlock.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    for group in (None, *groups):
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)

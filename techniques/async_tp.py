@@ -234,7 +234,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     recompute."""
     parallel, calls = work.parallel, work.microbatches * len(model.layers)
     repeated = int(parallel.checkpointing != "none")
-    gathers, scatters = 4 + 2 * repeated, 4 + (parallel.checkpointing == "full")
+    gathers, scatters = 4 + 2 * repeated, 4 + parallel.repeats_attention
     n, tokens = parallel.tp, work.microbatch * -(-work.length // parallel.tp)
     message = tokens * work.model.config.dim * parallel.weight_bytes
     yield "tp", "all-gather", -gathers * calls, n * message

@@ -11,34 +11,51 @@ nothing: it multiplies these gradients by the gradient of the loss.
 Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU this takes
 longer than the matrix products of a small chunk, so chunks are larger there.
 
-Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely.
+Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. On a
+GPU, with --compile, a chunk's loss is compiled: then its logits stay in bfloat16, are read twice in
+forward and once in backward, and make room for their gradient. With tensor parallelism it is not.
 torch's F.linear_cross_entropy(options=...) computes in such chunks, too (torch 2.13), but no other
 loss, and it needs the whole vocabulary. Liger Kernel fuses the operations of the loss into one
-kernel. Here each operation reads and writes a chunk's logits.
+kernel. Here each operation reads and writes a chunk's logits, unless it is compiled.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from config import ParallelConfig
 from model import IGNORE, Llama, Vocabulary, logits_of, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
-LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md compares sizes)
+# Tokens of a chunk (docs/measured.md compares sizes).
+LOSS_CHUNK, LOSS_CHUNK_ON_GPU, LOSS_CHUNK_COMPILED = 512, 2048, 4096
 
 
-def tokens_at_a_time(on_gpu: bool) -> int:
+def is_compiled(parallel: ParallelConfig, on_gpu: bool) -> bool:
+    """Return whether the loss is compiled: on a GPU, and where a rank has the whole vocabulary."""
+    return on_gpu and parallel.compile and parallel.tp == 1
+
+
+def tokens_at_a_time(on_gpu: bool, compiled: bool) -> int:
     """Return how many tokens a chunk has."""
-    return LOSS_CHUNK_ON_GPU if on_gpu else LOSS_CHUNK
+    return LOSS_CHUNK_COMPILED if compiled else LOSS_CHUNK_ON_GPU if on_gpu else LOSS_CHUNK
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return model.py's sum_of_losses(hidden, weight, targets, vocabulary).
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, compiled=None
+) -> Tensor:
+    """Return model.py's sum_of_losses(hidden, weight, targets, vocabulary). `compiled`: that
+    function, compiled, for training.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar."""
+    in_training = torch.is_grad_enabled()
+    loss_of_chunk = compiled if compiled and in_training else sum_of_losses
+    size = tokens_at_a_time(hidden.is_cuda, compiled is not None)
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    return ChunkedLoss.apply(hidden, weight, targets, vocabulary, torch.is_grad_enabled())
+    return ChunkedLoss.apply(hidden, weight, targets, vocabulary, loss_of_chunk, size, in_training)
 
 
 def cross_entropies(
@@ -54,19 +71,19 @@ def cross_entropies(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
 
-    size = tokens_at_a_time(hidden.is_cuda)
+    size = tokens_at_a_time(hidden.is_cuda, compiled=False)
     chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size))
     parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.cat(parts).view_as(targets)
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Compute the loss and also its gradients in forward, chunk by chunk. hidden [N, D],
-    weight [V, D], targets [N]. `in_training` says whether to compute gradients: within a Function,
-    torch.is_grad_enabled() is always False."""
+    """Compute the loss and also its gradients in forward, for `size` tokens at a time.
+    hidden [N, D], weight [V, D], targets [N]. `in_training` says whether to compute gradients:
+    within a Function, torch.is_grad_enabled() is always False."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocabulary, in_training):
+    def forward(ctx, hidden, weight, targets, vocabulary, loss_of_chunk, size, in_training):
         wants_weight_grad = in_training and ctx.needs_input_grad[1]
         (w,) = cast_by_autocast(weight)  # once instead of in each chunk
         w = w.detach().requires_grad_(wants_weight_grad)
@@ -74,12 +91,11 @@ class ChunkedLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if in_training else None
         weight_grad = torch.zeros_like(w, dtype=sum_dtype) if wants_weight_grad else None
-        size = tokens_at_a_time(hidden.is_cuda)
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
             h = hidden[chunk].detach().requires_grad_(in_training)
             with torch.set_grad_enabled(in_training):
-                chunk_loss = sum_of_losses(h, w, targets[chunk], vocabulary)
+                chunk_loss = loss_of_chunk(h, w, targets[chunk], vocabulary)
             loss += chunk_loss.detach()
             if wants_weight_grad:
                 hidden_grad[chunk], w_grad = torch.autograd.grad(chunk_loss, (h, w))
@@ -98,12 +114,15 @@ class ChunkedLoss(torch.autograd.Function):
             hidden_grad.mul_(scale)
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(scale).to(ctx.dtype)
-        return hidden_grad, weight_grad, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def apply(model: Llama, world) -> None:
     if model.loss is sum_of_losses:  # a loss that the caller has set is kept
         model.loss = chunked_loss
+        if is_compiled(world.parallel, world.device.type == "cuda"):
+            compiled = torch.compile(sum_of_losses, dynamic=False)
+            model.loss = partial(chunked_loss, compiled=compiled)
 
 
 TECHNIQUE = Technique("", apply)  # always used

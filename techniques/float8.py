@@ -180,6 +180,13 @@ def layers_in_8_bits(model: Llama, parallel: ParallelConfig) -> dict[str, nn.Lin
 
 def use_float8(model: Llama, world) -> None:
     torch.compiler.assume_constant_result(has_float8)  # as a decorator it would import the compiler
+    if world.parallel.compile and world.parallel.checkpointing != "none":
+        # Let the compiler round what it fuses. Where it recomputes a norm without rounding it to
+        # bfloat16, one of some hundred codes is another than in forward, and backward computes
+        # attention from other queries than those of the sum that forward has saved.
+        from torch._inductor import config  # takes a second
+
+        config.emulate_precision_casts = True
     for name, layer in layers_in_8_bits(model, world.parallel).items():
         model.set_submodule(name, Float8Linear(layer, world.parallel.float8))
 
@@ -208,7 +215,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     parallel, m, w = work.parallel, work.microbatches, work.parallel.weight_bytes
     if parallel.float8 == "mxfp8" or parallel.async_tp:
         return
-    forwards = m * (1 if parallel.checkpointing == "none" else 2)
+    forwards = m * (2 if parallel.repeats_attention else 1)  # else the numbers are saved
     for name, layer in layers_in_8_bits(model, parallel).items():
         shards_in = writes_to_stream(model, name)
         calls, width = (forwards, layer.out_features) if shards_in else (m, layer.in_features)

@@ -202,11 +202,11 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
 def refuses(work: Work) -> str:
     if work.parallel.pp > 1:
         return "--pp does not combine with --offload-activations: give one of them"
-    if work.parallel.checkpointing != "selective":
+    if (kind := work.parallel.checkpointing) in ("none", "full"):
         return ""
     return (
-        "--offload-activations does not see what --checkpointing selective saves: use "
-        "--checkpointing full or none"
+        f"--offload-activations does not see what --checkpointing {kind} saves: use "
+        f"--checkpointing full or none"
     )
 
 

@@ -30,6 +30,7 @@ torch's updates only matrices, always in bfloat16, and does not divide the work 
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
@@ -201,7 +202,8 @@ ELEMENTS_AT_A_TIME = 1 << 18  # of an uncompiled update: they fit in a CPU's cac
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW as in torch (Loshchilov and Hutter 2019, arXiv:1711.05101), but its moments are rounded
     to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
-    Each group has its own weight_decay.
+    Each group has its own weight_decay. Before a step, `gradient_scale` may be set to a factor of
+    all gradients: it multiplies them as it reads them.
 
     Raises ValueError for a beta above 0.99."""
 
@@ -209,47 +211,62 @@ class BFloat16AdamW(torch.optim.Optimizer):
         if max(betas) > 0.99:
             raise ValueError(f"betas {betas}: bfloat16 moments need betas of at most 0.99")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.gradient_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update all parameters that have a gradient. `closure` is ignored; it is there for
-        callers that pass None."""
+        """Update all parameters that have a gradient; those of a group have taken as many steps.
+        `closure` is ignored; it is there for callers that pass None."""
+        updates = defaultdict(list)  # of each block, and of all else
         for group in self.param_groups:
-            for parameter in group["params"]:
+            names = group.get("param_names", [""] * len(group["params"]))
+            numbers, settings = None, (*group["betas"], group["eps"])
+            for name, parameter in zip(names, group["params"]):
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    tensors, step = self._advance(parameter)
+                    numbers = numbers or numbers_of_step(group, step)
+                    # torch 2.11 fails to compile for one element.
+                    compiled = len(tensors[0]) > 1 and has_triton(tensors[0].device)
+                    block = name.split(".")[1] if name.startswith("layers.") else ""
+                    updates[settings, compiled, block].append((*tensors, *numbers))
+        for (settings, compiled, _), parameters in updates.items():
+            make_update(*settings, compiled)(parameters, self.gradient_scale)
+        self.gradient_scale = None
 
-    def _update(self, parameter: Tensor, group: dict) -> None:
+    def _advance(self, parameter: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Count a step; return the parameter, its gradient and its moments, and the steps so far.
+        Each tensor is flattened to [n]: by `view` where the update writes; the gradient may be a
+        copy."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        # Each is flattened to [n]: by `view` where the update writes; the gradient may be a copy.
         outputs = parameter, state["exp_avg"], state["exp_avg_sq"]
         weight, mean, square = (to_local(tensor).view(-1) for tensor in outputs)
-        gradient = to_local(parameter.grad).reshape(-1)
-        # What changes in every step is in tensors, since a Python number would be compiled in. They
-        # are on the CPU, where reading them does not wait for the GPU.
-        (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
-        keep = torch.full_like(step, 1 - lr * group["weight_decay"])  # of each weight
-        numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
-        compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
-        update = make_update(beta1, beta2, group["eps"], compiled)
-        size = len(weight) if compiled else ELEMENTS_AT_A_TIME
-        for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
-            update(*parts, *numbers)
+        return (weight, to_local(parameter.grad).reshape(-1), mean, square), state["step"].double()
+
+
+def numbers_of_step(group: dict, step: Tensor) -> tuple[Tensor, ...]:
+    """Return what changes in every step: the learning rate and the correction of the moments, and
+    what a weight keeps. They are tensors, since a Python number would be compiled in, and on the
+    CPU, where reading them does not wait for the GPU."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    keep = torch.full_like(step, 1 - lr * group["weight_decay"])
+    return lr / (1 - beta1**step), 1 - beta2**step, keep
 
 
 @functools.cache
 def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Callable[..., None]:
-    """Return a function that updates a part of a parameter and of its moments in place. Compiled,
-    it is one kernel. Uncompiled, it reads and writes several times as many bytes."""
+    """Return a function that updates parameters and their moments in place. Compiled, it is one
+    call, and a kernel for each parameter that reads and writes 20 bytes a weight.
+    It is compiled for each block's shapes: a kernel for any length does not know that it may read
+    several elements at once. Uncompiled, it reads and writes several times as many bytes."""
 
-    def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep):
+    def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep, scale):
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        grad = grad.to(dtype)
+        grad = grad.to(dtype) if scale is None else grad.to(dtype) * scale
         mean = exp_avg.to(dtype).lerp_(grad, 1 - beta1)
         square = exp_avg_sq.to(dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         exp_avg.copy_(mean)
@@ -257,7 +274,16 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
         denominator = (square / correction).sqrt_().add_(eps)
         weight.mul_(keep).sub_((mean * rate).div_(denominator))
 
-    return torch.compile(update, dynamic=True) if compiled else update
+    def update_whole(parameters, scale):
+        for tensors_and_numbers in parameters:
+            update(*tensors_and_numbers, scale)
+
+    def update_parts(parameters, scale):
+        for *tensors, rate, correction, keep in parameters:
+            for parts in zip(*(tensor.split(ELEMENTS_AT_A_TIME) for tensor in tensors)):
+                update(*parts, rate, correction, keep, scale)
+
+    return torch.compile(update_whole, dynamic=False) if compiled else update_parts
 
 
 # ------------------------------------------------------ the optimizer of a training, its gradients
@@ -283,6 +309,15 @@ def make_optimizer(
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
     optimizer.register_step_post_hook(all_gather_updates)  # only for ZeRO-1
     return optimizer
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor], scale: Tensor):
+    """Multiply the gradients by a scalar, or let the optimizer do it in its next step."""
+    scale = scale.to(gradients[0])
+    if isinstance(optimizer, BFloat16AdamW):
+        optimizer.gradient_scale = scale
+    else:
+        torch._foreach_mul_(gradients, scale)
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:

@@ -1,21 +1,22 @@
 """Activation checkpointing: forward saves less, and backward computes it again.
 
-               elements saved per token and block                        attention forwards
-    none       6 D + 2 KV E + 3 F                                        1
-    selective  3 D + KV E + F: the block's input, the outputs of         1
-               attention, wk, wo and w3
-    full       D: the block's input                                      2
+               elements saved per token and block                        products repeated
+    none       6 D + 2 KV E + 3 F                                        none
+    products   4 D + 2 KV E + 2 F: the block's input, the outputs of     none
+               attention and of each layer but w2
+    selective  3 D + KV E + F: as above, but not those of wq, wv, w1     wq wv w1
+    full       D: the block's input; compiled, also attention's output   all but w2
 
 Letters as in model.py. Uncompiled, `none` also saves silu(gate), F elements, and on a CPU the
-normalized x of both norms, 2 D elements.
+normalized x of both norms, 2 D elements. Uncompiled, `full` also computes attention twice.
 
-Full runs forward twice: a third more FLOPs. Under FSDP it sends nothing more, since backward
-all-gathers the weights anyway. Under tensor parallelism it repeats 2 L all-gathers and L
-reduce-scatters of forward. Selective repeats the 2 L all-gathers and three of the seven matrix
-products of a block: wq, wv and w1.
-Use when activations do not fit. Avoid when they fit with a smaller microbatch.
+Under FSDP recomputation sends nothing more, since backward all-gathers the weights anyway. Under
+tensor parallelism it repeats the 2 L all-gathers of forward and, with full in uncompiled blocks, L
+reduce-scatters. What is recomputed beside products, norms, RoPE and SwiGLU, takes little time.
+Use when activations do not fit: the first of these levels that does. Avoid when they fit with a
+smaller microbatch.
 The compiler can choose what to save by itself, within the share of memory that its setting
-activation_memory_budget allows. Here there are only these three levels.
+activation_memory_budget allows. Here there are only these levels.
 
 This file also applies torch.compile, since the order of compiling and checkpointing matters.
 """
@@ -42,40 +43,37 @@ PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
+FEW = "amax", "all_reduce"  # operators with small results: see float8.py
+
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
 
-    So parameters keep their names, and FSDP's all-gather stays outside of forward. Full
-    checkpointing goes around the compiled block and calls it twice. Selective goes inside, where
-    the compiler sees what to save. One graph serves all blocks, except that block 0 has another
-    above a frozen embedding, since its input needs no gradient.
+    So parameters keep their names, and FSDP's all-gather stays outside of forward. Checkpointing
+    goes inside of what is compiled, so that the compiler sees what to save, and leaves out of the
+    recomputation what backward does not need. One graph serves all blocks, except that block 0 has
+    another above a frozen embedding, since its input needs no gradient.
     Each input shape has its own graph (dynamic shapes would confuse DTensor).
     Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
     """
     if compile:
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
         torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # marks differ: see mark_products
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
                 f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
                 f"attention three times; give parallelize() a model as it was built"
             )
-        if compile and checkpointing == "full":
-            block.forward = torch.compile(block.forward, dynamic=False)
-        if checkpointing == "selective":
+        if checkpointing in ("products", "selective"):
             for module in block.modules():
-                for layer in getattr(module, "saved_products", ()):
-                    if not hasattr(module, layer):
-                        raise UserError(
-                            f"{type(module).__name__} has no {layer}, which its saved_products "
-                            f"names: leave it out there, or give --checkpointing full"
-                        )
-                    mark_products(getattr(module, layer))
+                for layer in saved_layers(module, all_products=checkpointing == "products"):
+                    mark_products(layer)
         if checkpointing != "none":
-            block.forward = recompute(block.forward, selective=checkpointing == "selective")
-        if compile and checkpointing != "full":
+            # A compiler that did not save attention would also save the random state before it.
+            block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
+        if compile:
             block.forward = torch.compile(block.forward, dynamic=False)
 
 
@@ -83,6 +81,22 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     """Return a forward that runs again in backward (labs/recompute writes it by hand)."""
     context = {"context_fn": _selective_context} if selective else {}
     return partial(checkpoint, forward, use_reentrant=False, **context)
+
+
+def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
+    """Return the layers of a module whose outputs are saved: those of its `saved_products`, and for
+    `all_products` the others, too. What is only added to the residual stream is not needed."""
+    names = list(getattr(module, "saved_products", ()))
+    if missing := [name for name in names if not hasattr(module, name)]:
+        raise UserError(
+            f"{type(module).__name__} has no {missing[0]}, which its saved_products names: leave "
+            f"it out there, or give --checkpointing full"
+        )
+    if all_products:
+        is_added = {*names, *getattr(module, "writes_to_stream", ())}
+        layers = module.named_children()
+        names += [n for n, layer in layers if isinstance(layer, nn.Linear) and n not in is_added]
+    return [getattr(module, name) for name in names]
 
 
 def mark_products(layer: nn.Module) -> None:
@@ -102,7 +116,8 @@ def is_attention(operator: str) -> bool:
 
 def _selective_context():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
-    that a module names in `saved_products`, but not of LoRA's thin products."""
+    that are marked, but not of LoRA's thin products. In 8 bits, also the largest numbers, which are
+    few, so that backward does not read all of a tensor to find them again."""
     # context.is_recompute -> True if a mark came since the last product, in forward or in backward
     has_mark = {}
 
@@ -113,7 +128,7 @@ def _selective_context():
         is_saved = False
         if name.removesuffix(".default") in PRODUCTS:
             is_saved = has_mark.pop(context.is_recompute, False)
-        if is_saved or is_attention(name) or "reduce_scatter" in name:
+        if is_saved or is_attention(name) or name.startswith(FEW) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -127,14 +142,16 @@ def apply(model: Llama, world) -> None:
 def suggests(facts) -> str:
     """Advise to remove the model's own checkpoint, or to checkpoint less if that fits in memory."""
     kind = facts.parallel.checkpointing
-    needed_runs = 2 if kind == "full" else 1
+    needed_runs = 2 if facts.parallel.repeats_attention else 1
     if facts.attentions > needed_runs:
         return (
             f"attention runs forward {facts.attentions:g} times a layer and microbatch, and "
             f"--checkpointing {kind} needs {needed_runs}: the model has one more checkpoint"
         )
-    for other_kind in ("none", "selective"):
-        if other_kind != kind and (note := facts.fit_note(checkpointing=other_kind)):
+    for other_kind in ("none", "products", "selective"):
+        if other_kind == kind:  # those that follow recompute more
+            break
+        if note := facts.fit_note(checkpointing=other_kind):
             return facts.takes(
                 "recompute", "recomputes activations", f"--checkpointing {other_kind} {note}"
             )

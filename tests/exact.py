@@ -343,22 +343,28 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
 
 def attentions(case: dict, layers: float) -> float:
     """Return the attention forwards of a step in so many layers: one for each microbatch, twice as
-    many with full checkpointing, and again with cp, where a rank has two chunks of a sequence."""
+    many with full checkpointing of uncompiled blocks, and again with cp, where a rank has two
+    chunks of a sequence."""
     parallel = ParallelConfig(**case["parallel"])
     parts = parallel.replicate * parallel.shard // parallel.cp
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
-    times = 2 if parallel.checkpointing == "full" else 1
+    times = 2 if parallel.repeats_attention else 1
     return times * (2 if parallel.cp > 1 else 1) * microbatches * layers
 
 
-def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
-    """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
+def assert_trained(result: dict, case: dict, reference: dict | None = None) -> None:
+    """Assert that a case has trained as plain PyTorch does, or as a `reference`."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
     key += [case.get("seq", SEQ), optimizer, case.get("preferences")]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
+
+
+def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
+    """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
+    assert_trained(result, case, reference)
     assert_generation(result, case)
     assert_saved(result, case)
     compiled = case["parallel"].get("compile")

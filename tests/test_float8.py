@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor.config
 from exact import GROUPED
 
 from config import ParallelConfig
-from model import Llama, LlamaConfig
+from model import Llama, LlamaConfig, rms_norm
 from techniques import float8
 from techniques.float8 import BLOCK, E4M3, E5M2, Float8Linear, float8_product, rounded
 
@@ -81,6 +82,30 @@ def test_emulated_products_are_those_of_torchs_scaled_mm():
     operands = a[0], b[0].T, 1 / a[1], 1 / b[1]
     theirs = torch._scaled_mm(*operands, out_dtype=torch.bfloat16)
     assert torch.equal(float8.product(a, b, "tensorwise", torch.bfloat16), theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_codes_of_a_recomputed_norm_are_those_of_forward(recipe):
+    """Forward writes the norm in bfloat16, and backward fuses it with the rounding: without a
+    setting of the compiler, codes of numbers that were not rounded before are others."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(256, 512).bfloat16(), (torch.rand(512) + 0.5).bfloat16()
+    parallel = ParallelConfig(compile=True, checkpointing="selective", float8=recipe)
+    world, found = SimpleNamespace(parallel=parallel, device=torch.device("cpu")), []
+
+    def forward(x):
+        y = rms_norm(x, weight, 1e-5)
+        return y, rounded(y, E4M3, recipe)[0]
+
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        for _ in range(2):
+            torch._dynamo.reset()
+            _, codes = torch.compile(forward)(x)
+            again = torch.compile(lambda x: forward(x)[1])(x)
+            found.append(int((codes.float() != again.float()).sum()))
+            float8.use_float8(Llama(LlamaConfig(**GROUPED)), world)
+    assert found[0] > 1000 and found[1] == 0  # of 131,072
 
 
 def test_scales_of_blocks_in_the_order_of_a_gpu():

@@ -10,6 +10,7 @@ import os
 import warnings
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +268,8 @@ def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
     (line,) = error_lines(result)
     told, _, suggested = line.partition(", and with ")  # flags, and the gigabytes with them
     assert told.startswith("error: out of memory on a GPU of"), line
+    suggested, _, how_to_look = suggested.partition("; ")
+    assert Path(how_to_look.split()[-2]).stat().st_size > 0
     flags = suggested.split()[:-1]
     again = start("train.py", *given, *flags, "--out", tmp_path / "again")
     result = finish(again, timeout=300)

@@ -3,21 +3,25 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor.metrics
 import torch.nn.functional as F
 from conftest import hugging_face_model
 from test_formats import our_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import ParallelConfig
 from costs.machines import peak_flops
 from costs.shapes import flops_per_token
 from files.formats import hf_name, to_hf_rows
 from generate import generate, sample
-from model import IGNORE, PRESETS, KVCache, Llama, LlamaConfig, Vocabulary
+from model import IGNORE, PRESETS, KVCache, Llama, LlamaConfig, Vocabulary, sum_of_losses
 from perf.instruments import build_on_meta
+from techniques import chunked_loss as chunked_loss_py
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
 
 SMALL = LlamaConfig(64, 3, 4, 2, 96, vocab_size=97, max_seq_len=256)
@@ -195,6 +199,58 @@ def test_gradients_of_the_output_are_summed_in_float32():
     assert relative(gradients[1].double(), gradients[0]) < 0.0028  # rounded once more, 0.0031
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_compiled_loss_is_the_plain_one(dtype, monkeypatch):
+    """On a GPU, in chunks, of which the last is shorter; in float32 by autocast."""
+    monkeypatch.setattr("techniques.chunked_loss.LOSS_CHUNK_COMPILED", 20)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = SimpleNamespace(loss=sum_of_losses)
+    for parallel, device in [
+        (ParallelConfig(compile=True), "cpu"),
+        (ParallelConfig(compile=True, tp=2), "cuda"),
+    ]:
+        chunked_loss_py.apply(
+            model, SimpleNamespace(parallel=parallel, device=torch.device(device))
+        )
+        assert model.loss is chunked_loss
+        model.loss = sum_of_losses
+    world = SimpleNamespace(parallel=ParallelConfig(compile=True), device=torch.device("cuda"))
+    chunked_loss_py.apply(model, world)
+    torch.manual_seed(0)
+    targets, found = torch.randint(101, (50,)), []
+    targets[::7] = IGNORE
+    values = torch.randn(50, 64, dtype=dtype), torch.randn(101, 64, dtype=dtype) / 8
+    for loss_of in (model.loss, sum_of_losses):
+        hidden, weight = (value.clone().requires_grad_() for value in values)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = loss_of(hidden, weight, targets, Vocabulary(101))
+            with torch.no_grad():
+                assert relative(loss_of(hidden, weight, targets, Vocabulary(101)), loss) < 0.01
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for ours, expected in zip(*found):
+        assert relative(ours, expected) < (1e-13 if dtype == torch.float64 else 0.005)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+@pytest.mark.slow
+def test_bytes_of_a_compiled_loss(monkeypatch):
+    """Beside its three products: of 8,192 tokens of 8B at most 10 GB, as the compiler counts."""
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    torch._logging.set_logs(inductor_metrics=True)
+    n, D, V = 256, 16, 16_384
+    hidden, weight = (torch.randn(size, D).bfloat16().requires_grad_() for size in (n, V))
+    torch._inductor.metrics.reset()
+    loss = torch.compile(sum_of_losses)(hidden, weight, torch.zeros(n, dtype=int), Vocabulary(V))
+    loss.backward()
+    torch._logging.set_logs()
+    products = 3 * 2 * (n * V + n * D + V * D)
+    counted = torch._inductor.metrics.num_bytes_accessed - products
+    assert 3 * 2 * n * V <= counted <= 10e9 * n * V / (8192 * 128_256)
 
 
 def test_loss_of_nothing_is_zero_with_zero_gradients():

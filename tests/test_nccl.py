@@ -1,14 +1,21 @@
 """What NCCL needs of us, shown without a GPU: an order of calls in which no rank gets stuck."""
 
 import json
+import math
+import os
+from dataclasses import replace
 
 import pytest
-from conftest import slow, with_fault
+import torch.distributed as dist
+from conftest import slow, step_of, with_fault
 from exact import FOUR_HEADS, GROUPED, assert_same, case, plain_training, train
 from workers.nccl_order import problems, recorded
 from workers.train_cases import SEQ
 
 from config import ParallelConfig
+from costs.page import sends
+from model import LlamaConfig
+from perf.instruments import build_on_meta
 
 PIPELINE = dict(dp="fsdp", pp=4, shard=2)
 INTERLEAVED = dict(schedule="interleaved", stages_per_rank=2)
@@ -51,6 +58,29 @@ def test_no_rank_gets_stuck(name):
         first = {key[:2]: described for key, _, *described in reversed(parts)}
         assert all(described == ["allreduce_", 4] for described in first.values())
         assert "lone message" not in {part[2] for part in parts}
+
+
+def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
+    for name, ordered in (("ddp", None), ("tp", "1")):
+        monkeypatch.setenv(order := "NCCL_LAUNCH_ORDER_IMPLICIT", "")
+        monkeypatch.delenv(order)
+        recorded(0, ParallelConfig(**MESHES[name]), tied=False)
+        assert os.environ.get(order) == ordered
+
+
+def test_a_torch_without_the_old_name_of_a_collective(monkeypatch):
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_single", gather, raising=False)
+    monkeypatch.delattr(dist, "all_gather_into_tensor")
+    recorded(0, ParallelConfig(**MESHES["ddp"]), tied=False)
+
+
+def test_ddp_sends_larger_buckets_on_a_gpu():
+    config = LlamaConfig(1024, 7, 8, 8, 2816, vocab_size=8)
+    work = step_of(build_on_meta(config), ParallelConfig(replicate=2), 1, 1, 16)
+    for on_gpu, mebibytes in ((False, 25), (True, 100)):
+        ((calls, nbytes),) = sends(replace(work, on_gpu=on_gpu)).values()
+        assert calls == math.ceil(nbytes / (mebibytes << 20)) > 2
 
 
 def test_what_gets_stuck_is_found():

@@ -144,7 +144,12 @@ EXACT = {  # a model, and how it is split
 
 
 @pytest.mark.parametrize(
-    "more", [dict(dtype=torch.bfloat16), slow(dict(checkpointing="selective"))]
+    "more",
+    [
+        dict(dtype=torch.bfloat16),
+        slow(dict(checkpointing="products")),
+        slow(dict(checkpointing="selective")),
+    ],
 )
 @pytest.mark.parametrize("name", EXACT)
 def test_a_plain_llama_sends_exactly_that(name, more):
@@ -191,7 +196,8 @@ def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
     "model, microbatch, checkpointing, moments, measured",
     [
         ("llama3.1-8b", 2, "selective", "bfloat16", 119_883.40e6),
-        ("llama3.1-8b", 4, "full", "bfloat16", 112_266.55e6),
+        # Measured without attention's outputs, which compiled blocks save since then.
+        ("llama3.1-8b", 4, "full", "bfloat16", 112_266.55e6 + 32 * 16384 * 2 * 4096),
         ("llama3.2-1b", 2, "none", "float32", 36_712.49e6),
     ],
 )
@@ -203,7 +209,7 @@ def test_peaks_on_one_h200(model, microbatch, checkpointing, moments, measured):
     assert holds(work)["peak"] == pytest.approx(measured, rel=0.04)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "products", "selective", "full"])
 def test_a_mask_takes_what_is_predicted(checkpointing):
     """Attention by a mask: a row of it for each token, k and v for each query head."""
     parallel = ParallelConfig(checkpointing=checkpointing)
@@ -217,7 +223,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
     assert holds(work)["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", slow("full")])
+@pytest.mark.parametrize("checkpointing", ["products", slow("selective"), slow("full")])
 def test_a_compiled_block_that_recomputes_saves_no_copies_of_weights(monkeypatch, checkpointing):
     """What the compiler saves for backward under autocast, counted, is what the page says."""
     partition = partial(torch.compile, backend="aot_eager_decomp_partition")  # without kernels

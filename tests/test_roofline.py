@@ -63,15 +63,18 @@ def test_computation_of_a_block():
     matrices, tokens = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160, 128
 
     def seconds(lora: LoRA | None = None, **options) -> dict[str, float]:
-        parallel = ParallelConfig(compile=True, **options)
+        parallel = ParallelConfig(**dict(compile=True) | options)
         return compute_time(step_of(build_on_meta(config, lora), parallel, 1, 1, tokens), ROUND)
 
     attention = 2 * tokens * 64 / 0.25e9  # 4 H E for scores and sums, over half of the tokens
     products = tokens * (3 * 2 * (matrices + 64) / 0.5e9 + 3.5 * attention)
     assert seconds()["products"] == pytest.approx(products) and seconds()["recompute"] == 0
     assert seconds(tp=2)["products"] == pytest.approx(products / 2)
-    again = tokens * (2 * matrices / 0.5e9 + attention)
+    again = tokens * 2 * (matrices - 64 * 160) / 0.5e9  # all but w2, which backward does not need
     assert seconds(checkpointing="full")["recompute"] == pytest.approx(again)
+    eager = seconds(checkpointing="full", compile=False)["recompute"]
+    assert eager == pytest.approx(tokens * (2 * matrices / 0.5e9 + attention))
+    assert seconds(checkpointing="products")["recompute"] == 0
     again = tokens * 2 * 64 * (64 + 32 + 160) / 0.5e9  # wq, wv and w1
     assert seconds(checkpointing="selective")["recompute"] == pytest.approx(again)
     frozen = tokens * (2 * 2 * (matrices + 64) / 0.5e9 + 3.5 * attention)

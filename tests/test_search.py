@@ -92,11 +92,13 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "gigabytes, size, given, flags",
     [
-        (150, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing selective"),
+        (150, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing products"),
+        (145, 1, dict(microbatch=4, moments="bfloat16", checkpointing="products"),
+         "--checkpointing selective"),
         (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
         (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
-         "--offload-activations --moments bfloat16"),
+         "--cp 2 --offload-activations"),
         (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
                      moments="bfloat16", offload_activations=True), "--cp 2"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),

@@ -55,7 +55,7 @@ def check_memory(memory: dict[str, str], parallel: ParallelConfig, *microbatches
         ParallelConfig(checkpointing="selective"),
         ParallelConfig(dp="fsdp", shard=2, checkpointing="full"),
         slow(ParallelConfig(dp="fsdp", shard=2, cp=2)),
-        # Recomputation around a compiled block, and within it.
+        # Recomputation within a compiled block.
         slow(ParallelConfig(replicate=2, cp=2, checkpointing="full", compile=True)),
         slow(ParallelConfig(checkpointing="selective", compile=True)),
     ],
@@ -69,12 +69,12 @@ def test_a_step(corpus, tmp_path, parallel):
     flags += [f"--microbatch={microbatch}", "--out", left.parent]
     out, parts, memory = step(corpus, *flags, nproc=parallel.size * (parallel.size > 1))
     assert list(left.parent.rglob("*")) == [left]
-    within = parallel.compile and parallel.checkpointing == "selective"
+    within = parallel.compile and parallel.checkpointing != "none"
     recompute = ["recompute"] * (parallel.checkpointing != "none" and not within)
     exposed = [EXPOSED + d for d in ("replicate", "shard", "cp") if getattr(parallel, d) > 1]
     others = "optimizer", "data", "other"
     assert list(parts) == ["forward", "backward", *recompute, *exposed, *others]
-    times = 2 if parallel.checkpointing == "full" else 1
+    times = 2 if parallel.repeats_attention else 1
     assert f"attention runs forward {times} time(s)" in out
     assert ("recompute is compiled into backward" in out) == within
     if parallel.compile:

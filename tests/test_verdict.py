@@ -16,6 +16,7 @@ MODEL = build_on_meta(PRESETS["tiny"])
 DDP = ParallelConfig(replicate=8)
 COMPILED = replace(DDP, compile=True)
 FULL = replace(DDP, checkpointing="full")
+SELECTIVE = replace(DDP, checkpointing="selective")
 OFFLOADED = replace(FULL, offload_activations=True)
 ZERO1 = replace(DDP, dp="zero1")
 FSDP = ParallelConfig(dp="fsdp", shard=8)
@@ -40,7 +41,7 @@ def facts(parallel=DDP, shares=None, peak=99, sequences=4, microbatches=1, on_gp
         return {"peak": next(known, peak) * GB}
 
     rules.holds = predicted
-    times = 2 if parallel.checkpointing == "full" else 1
+    times = 2 if parallel.repeats_attention else 1
     usual = dict(per_node=8, usable_memory=10 * GB, device=torch.device("cpu"), attentions=times)
     shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | (shares or {})
     batch = sequences * parallel.replicate * parallel.shard // parallel.cp
@@ -74,6 +75,8 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
      "activations: --checkpointing none fits: 8 of 10 GB", "selective"),
     (FULL, "recompute", dict(peaks={"none": 11, "selective": 6}), "--checkpointing selective fits: "
      "6 of 10 GB", "--checkpointing none"),
+    (SELECTIVE, "recompute", dict(peaks={"none": 11, "products": 8}), "--checkpointing products "
+     "fits: 8 of 10 GB", "--checkpointing none"),
     (FULL, "recompute", {}, "recompute 30 %", "--checkpointing"),
     # Selective checkpointing would be refused with it.
     (OFFLOADED, "recompute", dict(peaks={"selective": 6}), "recompute 30 %", "selective"),
@@ -93,7 +96,7 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (FULL, "", {}, "nothing else takes more", "attention"),
     *[(replace(DDP, checkpointing=name), "", dict(attentions=needed + 1), f"{name} needs {needed}: "
        "the model has one more checkpoint", "--dp")
-      for name, needed in (("none", 1), ("selective", 1), ("full", 2))],
+      for name, needed in (("none", 1), ("products", 1), ("selective", 1), ("full", 2))],
 ]  # fmt: skip
 
 

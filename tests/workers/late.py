@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from perf import instruments
-from plumbing import processes
 
 
 class LateWork(dist.Work):
@@ -63,12 +62,10 @@ def late(name: str):
     arguments are outputs and inputs, or only one of these."""
 
     def start(self, first, *rest) -> LateWork:
-        is_output, in_place = name != "send", re.match("allreduce|broadcast|send", name)
-        outputs = tree_leaves(first) if is_output else []
+        in_place = re.match("allreduce|broadcast|send", name)
+        outputs = [] if name == "send" else tree_leaves(first)
         inputs = [] if name == "recv" else tree_leaves(first if in_place else rest[0])
-        copies = tree_map(
-            lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (first, *rest)
-        )
+        copies = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (first, *rest))
         work = getattr(self.real, name)(*copies)
         for output in outputs:
             output.detach().fill_(torch.nan if output.is_floating_point() else 99)
@@ -82,22 +79,13 @@ for name in dir(dist.ProcessGroup):  # by the names that this torch has for them
         setattr(LateGroup, name, late(name))
 
 
-def register(address: str | None) -> None:
-    """Register a LateGroup under the name of the project's backend."""
-    made, register_backend = {}, dist.Backend.register_backend
-    dist.Backend.register_backend = lambda name, make, devices: made.update({name: make})
-    register_gloo(address)
-    ((name, make_gloo),) = made.items()
-    register_backend(name, lambda *given: LateGroup(make_gloo(*given), *given[:3]), devices=["cpu"])
+def register(name: str, make_gloo, devices: list[str]) -> None:
+    """Register a backend of the project as one that is late."""
+    register_backend(name, lambda *given: LateGroup(make_gloo(*given), *given[:3]), devices=devices)
 
 
-class Uncounted(contextlib.nullcontext):
-    """Stands for Counted, which does not know the groups within LateGroups."""
-
-    sent, attentions = {}, 0
-
-
-instruments.Counted = Uncounted
-register_gloo, processes.register_gloo = processes.register_gloo, register
+register_backend, dist.Backend.register_backend = dist.Backend.register_backend, register
+# Counted does not know the groups within LateGroups.
+instruments.Counted = type("Uncounted", (contextlib.nullcontext,), dict(sent={}, attentions=0))
 sys.argv.pop(0)
 runpy.run_path(str(Path(__file__).with_name("train_cases.py")), run_name="__main__")

@@ -155,8 +155,9 @@ def train(process, case: dict) -> dict:
     gradients = {}
 
     def keep_first_gradients(*_):
+        scale = getattr(optimizer, "gradient_scale", None)  # that it still has to multiply by
         for name, p in optimizer_parameters(model).items() if not gradients else ():
-            gradients[name] = whole_tensor(p.grad)
+            gradients[name] = whole_tensor(p.grad) * (1 if scale is None else scale)
 
     optimizer.register_step_pre_hook(keep_first_gradients)
     batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
