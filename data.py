@@ -332,7 +332,7 @@ def open_windows(
     reading = reading or Reading()
     if val_data:
         reading = replace(reading, val_fraction=0.0)
-    all_train, all_val, sources = [], [], []
+    train_files, val_files, sources = [], [], []
     for source, places in sources_of(data):
         paths = token_files(source, tokenizer, reading)
         train = [open_token_file(path) for path in paths if "val" not in path.name]
@@ -349,12 +349,12 @@ def open_windows(
                     f"a shorter --seq-len"
                 )
         sources.append((len(Windows(train, seq_len, tokenizer)), places))
-        all_train, all_val = all_train + train, all_val + val
-    train_set = Windows(all_train, seq_len, tokenizer, document_mask)
+        train_files, val_files = train_files + train, val_files + val
+    train_set = Windows(train_files, seq_len, tokenizer, document_mask)
     train_set.sources = sources
     if val_data:
         return train_set, open_text(val_data, tokenizer, seq_len, reading, document_mask)
-    return train_set, Windows(all_val, seq_len, tokenizer, document_mask)
+    return train_set, Windows(val_files, seq_len, tokenizer, document_mask)
 
 
 # ---------------------------------------------------------------------------------------- order

@@ -5,15 +5,16 @@ of this size: the logits, their log-softmax and their gradient. Here they are co
 at a time. Forward computes a chunk's gradients while its logits exist. So backward recomputes
 nothing: it multiplies these gradients by the gradient of the loss.
 
-    plain      3 N V elements
-    in chunks  3 n V elements, and N D + V D of gradients, which a plain loss has as well
+    plain                3 N V elements, in float32
+    in chunks            3 n V elements, and N D + V D of gradients, as a plain loss has as well
+    in compiled chunks   2 n V elements, in bfloat16: the logits and their gradient
 
 Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU this takes
 longer than the matrix products of a small chunk, so chunks are larger there.
 
 Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. On a
-GPU, with --compile, a chunk's loss is compiled: then its logits stay in bfloat16, are read twice in
-forward and once in backward, and make room for their gradient. With tensor parallelism it is not.
+GPU, with --compile, a chunk's loss is compiled: it reads the logits twice in forward and once in
+backward. With tensor parallelism it is not compiled.
 torch's F.linear_cross_entropy(options=...) computes in such chunks, too (torch 2.13), but no other
 loss, and it needs the whole vocabulary. Liger Kernel fuses the operations of the loss into one
 kernel. Here each operation reads and writes a chunk's logits, unless it is compiled.

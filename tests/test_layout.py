@@ -33,7 +33,7 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4116, "techniques": 3409, "text": 1890, "files": 1684, "runs": 1367,
+    "top": 4116, "techniques": 3410, "text": 1890, "files": 1684, "runs": 1367,
     "costs": 999, "perf": 1860, "plumbing": 1134, "labs": 7286, "tests": 15500, "docs": 838,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
