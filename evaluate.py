@@ -19,10 +19,11 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +58,7 @@ from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4
 from techniques.context_parallel import share_sequences
+from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN, Packed, Rows, open_chats
 from text.corpora import Reading
 from text.exams import ROOM, Exam
@@ -92,7 +94,25 @@ def parse_args() -> argparse.Namespace:
 
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
     """Return the `loss` of each row alone. hidden [B, T, D], targets [B, T] -> [B]."""
-    return torch.stack([loss(h, weight, t, vocabulary) for h, t in zip(hidden, targets)])
+    return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
+
+
+def shared_batches(
+    dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
+) -> Iterator[tuple[slice, Batch]]:
+    """Yield this rank's batches of some rows, each with which of the `rows` it has.
+
+    Ranks share the rows. Every rank has the same number of batches, as a split model requires: the
+    last batch is padded with rows without targets."""
+    shares = world.data_size
+    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # these share the tokens
+    starts = range(world.data_rank, len(padded_rows), microbatch * shares)
+    for start in until_signal(with_progress(starts, "evaluating")):
+        my_rows = slice(start, start + microbatch * shares, shares)
+        batch = dataset.batch(padded_rows[my_rows])
+        yield my_rows, share_sequences(batch, world).to(world.device)
 
 
 @torch.no_grad()
@@ -100,25 +120,17 @@ def row_sums(
     model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
 ) -> Tensor:
     """Return the loss in nats, the targets and the bytes of text of each row: [len(rows), 3], equal
-    on all ranks. The first row of a batch has the bytes of the whole batch, the others 0.
-
-    Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
-    last batch is padded with rows without targets."""
+    on all ranks. The first row of a batch has the bytes of the whole batch, the others 0."""
     tp, pp, shares = world.parallel.tp, world.parallel.pp, world.data_size
-    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * tp  # these ranks share the tokens
-    sums = torch.zeros(len(padded_rows), 3, dtype=widest_float(world.device), device=world.device)
+    padded = math.ceil(len(rows) / shares) * shares
+    sums = torch.zeros(padded, 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
-        starts = range(world.data_rank, len(padded_rows), microbatch * shares)
-        for start in until_signal(with_progress(starts, "evaluating")):
-            my_rows = slice(start, start + microbatch * shares, shares)
-            batch = share_sequences(dataset.batch(padded_rows[my_rows]), world).to(world.device)
+        for my_rows, batch in shared_batches(dataset, rows, microbatch, world):
             # In a pipeline only the last rank has the losses; the others get 0.
             sums[my_rows, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
             sums[my_rows, 1] = (batch.targets != IGNORE).sum(1).to(sums)
-            sums[start, 2] = batch.text_bytes
+            sums[my_rows.start, 2] = batch.text_bytes
     finally:
         model.loss = whole_loss
     if world.size > 1:
@@ -172,34 +184,61 @@ def describe_exam(right: dict[str, float]) -> str:
 # ------------------------------------------------------------------------- while a run trains
 
 
-def evaluation_of_run(
-    args: argparse.Namespace, job: Job, world: World, work: Work, sample_text: Callable[[int], str]
-) -> Callable[[int], tuple[dict[str, float | str], int]]:
-    """Return a function that evaluates the model of a run after a step: it prints the validation
-    loss, an exam's scores and sample_text(step), and returns them by name, and 0; or, if a signal
-    ends it, nothing and the signal's number. All ranks call it."""
-    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
+class Task:
+    """What a run trains a model for, as far as the loop of train.py has to know it. This one is to
+    predict text; those of preferences.py and rewards.py are others."""
 
-    def evaluate_and_show(step: int) -> tuple[dict[str, float | str], int]:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        job: Job,
+        world: World,
+        work: Work,
+        sample_text: Callable[[int], str],
+    ):
+        """All ranks call sample_text(step), which returns text to show at evaluations."""
+        self.args, self.job, self.world, self.model = args, job, world, job.model
+        self.sample_text, self.gathered = sample_text, contextlib.nullcontext
+        if fits_unsharded(work, world):  # gather weights once
+            self.gathered = partial(unsharded, job.model, world.parallel)
+
+    def prepare(self, steps: Iterable[int], batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of steps as train_step takes them. Each is asked for when the weights
+        are those with which the step begins."""
+        return batches
+
+    def metrics(self) -> dict[str, float]:
+        """Return what else was measured since the last call. All ranks call it."""
+        return {}
+
+    def validate(self) -> tuple[dict[str, float], str]:
+        """Return metrics of the validation data, "val_loss" among them, and a line that tells the
+        others."""
+        limit, microbatch = self.args.eval_windows, self.args.microbatch
+        totals = evaluate(self.model, self.job.val_set, limit, microbatch, self.world)
+        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
+        return losses, f"{totals.bits_per_byte:.4f} bits/byte"
+
+    def evaluate(self, step: int) -> tuple[dict[str, float | str], int]:
+        """Evaluate the model after a step: print the metrics of validation, an exam's scores and a
+        sample, and return them by name, and 0; or, if a signal ends it, nothing and the signal's
+        number. All ranks call it."""
+        model, exam, microbatch = self.model, self.job.exam, self.args.microbatch
         model.eval()
         try:
-            totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-            gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
-            with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
-                text = sample_text(step)
-                scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+            results, told = self.validate()
+            with self.gathered(), torch.compiler.set_stance("force_eager"):  # shapes change
+                text = self.sample_text(step)
+                scores = take_exam(model, exam, microbatch, self.world)[0] if exam else {}
         except Stopped as stopped:
             print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
             return {}, stopped.signal
         model.train()
         print_rank_zero(
-            f"step {step}: validation loss {totals.mean_loss:.4f}, "
-            f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
+            f"step {step}: validation loss {results['val_loss']:.4f}, {told}\n"
+            f"{describe_exam(scores)}{text}"
         )
-        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
-        return losses | {"sample": text} | scores, 0
-
-    return evaluate_and_show
+        return results | {"sample": text} | scores, 0
 
 
 def sample_text(job: Job, prompt: str, step: int) -> str:

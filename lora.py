@@ -14,8 +14,9 @@ Further down: DoRA, and a base in 4 bits. Checkpoints of adapters are files in P
 (files/adapters.py). Letters: r rank; n tokens; in, out the widths of a matrix.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,9 +64,11 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
+def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, is_off=False, *, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
     `row_scale` is None unless W is in 4 bits. DoRA does not scale the bias, as in PEFT."""
+    if is_off:
+        A = B = magnitude = None
     # The product is computed in W's dtype; where W is in 4 bits, in autocast's.
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
@@ -101,7 +104,7 @@ class LoRALinear(nn.Linear):
             self.register_parameter(name, None)
         self.weight, self.bias = base.weight, base.bias
         self.training = base.training
-        self.lora = lora
+        self.lora, self.is_off = lora, False
         if bits == 4:
             empty_bytes = partial(base.weight.new_empty, dtype=torch.uint8)
             self.weight = nn.Parameter(empty_bytes(packed_shape(out, width)), requires_grad=False)
@@ -117,7 +120,7 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         norms = None if self.lora_magnitude is None else self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
-        return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias)
+        return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias, self.is_off)
 
     def ordered_parameters(self) -> list[nn.Parameter | None]:
         return [getattr(self, name) for name in self.PARAMETERS]
@@ -155,7 +158,7 @@ class LoRALinear(nn.Linear):
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
         placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
-        placements.append(getattr(self.bias, "placements", None))
+        placements += getattr(self.bias, "placements", None), None  # nor is is_off
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -232,6 +235,21 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
             raise UserError(f"{name} cannot have an adapter: it is no nn.Linear")
         layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
         setattr(model.get_submodule(parent), attribute, layer)
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within this context a model computes what it does without its adapters, without gradients: a
+    block that backward computes again would have them on."""
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def adapter_settings(model: nn.Module) -> LoRA | None:

@@ -21,7 +21,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,6 @@ import checkpoint
 import data
 import evaluate
 from config import Work
-from model import IGNORE
 from parallel import World, finish_step, gradient_sync
 from plumbing.devices import widest_float
 from plumbing.processes import UserError, print_rank_zero, run
@@ -52,7 +51,8 @@ def main() -> None:
     # A small model first tries `accumulate`, below; then each rank allocates its part of the model.
     world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
-    train(args, job, world, runner, work, newest, sample_text)
+    task = evaluate.Task(args, job, world, work, sample_text)
+    train(args, job, world, runner, work, newest, task)
     out = shlex.quote(str(args.out))
     print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
     print_rank_zero(f"curves:     python report.py {out}")
@@ -65,25 +65,24 @@ def train(
     runner: nn.Module,
     work: Work,
     newest: Path | None,
-    sample_text: Callable[[int], str],
+    task: evaluate.Task,
 ) -> bool:
     """Train from the `newest` checkpoint, or from step 1, to the last step.
 
     `runner` is what a step calls: the model, or what parallelize has put around it. `newest` is a
-    checkpoint, or None. All ranks call sample_text(step), which returns text to show at
-    evaluations. Returns False if a signal stopped the run before its last step."""
+    checkpoint, or None. `task` says how batches are prepared and the model is evaluated. Returns
+    False if a signal stopped the run before its last step."""
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     steps_done = setup.resume(args, newest, job, optimizer)
     if steps_done >= args.steps:
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
     saver = checkpoint.Saver(args.out, job.model, optimizer, job.tokenizer, vars(args))
-    evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
     if args.init and args.eval_every and not steps_done:
-        evaluate_and_show(0)
+        task.evaluate(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
     read_batch = partial(data.local_batch, args, world, job.train_set)
-    batches = data.read_ahead(read_batch, steps, world.device)
+    batches = task.prepare(steps, data.read_ahead(read_batch, steps, world.device))
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
     # A signal ends the run after this step or the next, or in an evaluation. The saver waits for a
     # save under way.
@@ -97,11 +96,11 @@ def train(
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
-            metrics, stopped = recorder.measure(step, totals, lr), totals.stop
+            metrics, stopped = recorder.measure(step, totals, lr, task.metrics()), totals.stop
             if step == args.steps or is_due(step, args.save_every, args.steps):
                 saver.save(step)  # before the evaluation, which may be long
             if not stopped and is_due(step, args.eval_every, args.steps):
-                results, stopped = evaluate_and_show(step)
+                results, stopped = task.evaluate(step)
                 metrics |= results
             is_best = recorder.write(metrics)
             if is_best or stopped:
@@ -150,7 +149,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     for i, part in enumerate(microbatches):
         # Ranks sum gradients in the last microbatch alone, or with --reshard all in each of them.
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            microbatch_loss = runner(*part.inputs, documents=part.documents)
+            microbatch_loss = part.loss(runner(*part.inputs, documents=part.documents))
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -168,7 +167,7 @@ def update(
     `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
-    tokens = (batch.targets != IGNORE).sum()
+    tokens = batch.count
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
     )

@@ -65,8 +65,15 @@ def parse_finetuning() -> argparse.Namespace:
     return complete_finetuning(parser.parse_args())
 
 
-def complete_finetuning(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the flags that need no model, and set the default of --out."""
+def complete_finetuning(args: argparse.Namespace, suffix: str = "lora") -> argparse.Namespace:
+    """Check the flags that need no model, and set the default of --out: the name of the model and
+    the suffix."""
+    of_adapters = args.base_bits == 4 or args.merge or args.dropout or args.dora
+    if args.all_weights and (of_adapters or args.reshard == "adapters"):
+        raise UserError(
+            "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters: "
+            "leave them out, or --all-weights"
+        )
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
@@ -78,7 +85,7 @@ def complete_finetuning(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
-    args.out = args.out or Path("out") / f"{name}-lora"
+    args.out = args.out or Path("out") / f"{name}-{suffix}"
     return args
 
 
@@ -98,6 +105,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--train-on-prompt", action="store_true", help="count the loss of prompts, too")
 
     add = parser.add_argument_group("LoRA").add_argument
+    add("--all-weights", action="store_true", help="train all weights, in place of adapters")
     add("--rank", type=positive_int, default=8, help="rank of the adapters")
     add("--alpha", type=nonnegative_float, default=16.0, help="adapters' scale is alpha / rank")
     add("--rslora", action="store_true", help="adapters' scale is alpha / sqrt(rank)")

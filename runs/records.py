@@ -90,8 +90,9 @@ class Recorder(contextlib.AbstractContextManager):
         if not error:  # else the ranks find out which of them has failed in this step
             note_step(None)
 
-    def measure(self, step: int, totals: Totals, lr: float) -> dict:
-        """Return the metrics of a step that has just ended; print those of every tenth step."""
+    def measure(self, step: int, totals: Totals, lr: float, more: dict[str, float]) -> dict:
+        """Return the metrics of a step that has just ended, with `more` that the run's task has
+        measured; print those of every tenth step."""
         args, now = self.args, time.perf_counter()
         if self.profiler:
             self.profiler.step()
@@ -111,13 +112,16 @@ class Recorder(contextlib.AbstractContextManager):
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "memory_bytes": peak_memory(self.world.device),
-        }
+        } | more
         if step in (self.done + 1, args.steps) or step % 10 == 0:
             left = (now - self.started) / (step - self.done) * (args.steps - step)
+            described = f"{totals.bits_per_byte:.3f} bits/byte"
+            if more:
+                described = "  ".join(f"{name} {value:.3f}" for name, value in more.items())
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
-                f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
+                f"{described}  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
                 f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
                 file=sys.stderr,

@@ -19,8 +19,9 @@ kernel. Here each operation reads and writes a chunk's logits.
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from model import Llama, Vocabulary, sum_of_losses
+from model import IGNORE, Llama, Vocabulary, logits_of, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
@@ -79,6 +80,25 @@ class ChunkedLoss(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(scale).to(ctx.dtype)
         return hidden_grad, weight_grad, None, None, None
+
+
+def loss_of_each_target(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """Return -log p of each target, 0 at IGNORE: [B, T] in float32 or float64.
+
+    It takes the place of `chunked_loss` where the loss is no sum over tokens. What a token's
+    gradient counts is known only in backward, which therefore computes a chunk's logits again."""
+
+    def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = logits_of(hidden, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
+
+    size = tokens_at_a_time(hidden.is_cuda)
+    chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size))
+    losses = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat(losses).view_as(targets)
 
 
 def apply(model: Llama, world) -> None:

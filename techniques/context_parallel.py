@@ -36,7 +36,7 @@ keys travel again, and their gradients with them: it sends (3 n - 2) / n kv a bl
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -128,12 +128,31 @@ class SharedSequences(NamedTuple):
 
 @dataclass
 class SharedBatch(Batch):
-    """This rank's tokens of a batch. `starts` are those of whole sequences."""
+    """This rank's tokens of a batch. `starts` and what belongs to an objective are of whole
+    sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
+    all_targets: Tensor | None = None  # [B, T], too
     packed: bool = False  # whether rows may hold several documents: positions were given
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
+
+    @property
+    def count(self) -> Tensor:
+        """Return this rank's part of what a step divides by. One rank counts the units."""
+        is_first = self.units is None or self.mesh.get_local_rank() == 0
+        return super().count * is_first
+
+    def loss(self, computed: Tensor) -> Tensor:
+        """Return the loss of what a model's forward returned. All ranks compute an objective of
+        whole sequences, and its gradient for their own tokens; one rank counts it."""
+        if not computed.ndim:
+            return computed
+        parts = DTensor.from_local(computed[None], self.mesh, [Shard(0)], run_check=False)
+        losses = whole_sequences(parts.full_tensor()[..., None, None])[..., 0, 0]  # [B, T]
+        whole = replace(self, targets=self.all_targets, positions=self.all_positions)
+        loss = self.objective(losses, whole)
+        return loss - loss.detach() if self.mesh.get_local_rank() else loss
 
     @property
     def documents(self) -> SharedSequences:
@@ -179,7 +198,11 @@ def share_sequences(batch: Batch, world) -> Batch:
         *own,
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
         starts=document_starts(positions),
+        objective=batch.objective,
+        units=batch.units,
+        given=batch.given,
         all_positions=positions,
+        all_targets=batch.targets,
         packed=batch.positions is not None,
         mesh=mesh,
         dtype=world.parallel.dtype,

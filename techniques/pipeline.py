@@ -252,14 +252,16 @@ class Pipeline(nn.Module):
             targets = microbatch.targets if stage == self.last else None
             stream = as_stream(x, microbatch.tokens, self.tp)
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
+            root = y  # of backward
             if stage == self.last:
-                self.loss += y.detach()
-            self.kept[i, stage] = x, y
+                root = microbatch.loss(y)
+                self.loss += root.detach()
+            self.kept[i, stage] = x, y, root
             return to_local(y).detach()
 
-        x, y = self.kept.pop((i, stage))
+        x, y, root = self.kept.pop((i, stage))
         if kind == "B" and self.splits:
-            self.kept[i, stage] = None, y  # for W
+            self.kept[i, stage] = None, y, None  # for W
         else:
             self.unfinished[stage] -= 1
         is_last = self.unfinished[stage] == 0
@@ -275,7 +277,7 @@ class Pipeline(nn.Module):
             else:
                 leave = leave_for_later(self.deferred, (i, stage))
                 with leave if self.splits else contextlib.nullcontext():
-                    to_local(y).backward(received)
+                    to_local(root).backward(received)
         return x.grad if kind == "B" else None
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import IGNORE
 from plumbing.devices import cast_by_autocast
 
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
@@ -50,10 +51,23 @@ class Batch:
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
+    # The loss of a microbatch, where it is no sum over tokens (preferences.py, rewards.py):
+    objective: Callable | None = None  # (losses of the targets [B, T], Batch) -> a sum over units
+    units: Tensor | None = None  # [B]: how many there are in a row; None: each target is one
+    given: Tensor | None = None  # [B, ...]: what else the objective has to know
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
             self.starts = document_starts(self.positions)
+
+    @property
+    def count(self) -> Tensor:
+        """Return by what a step divides the sum of the losses: this rank's part of it."""
+        return (self.targets != IGNORE).sum() if self.units is None else self.units.sum()
+
+    def loss(self, computed: Tensor) -> Tensor:
+        """Return the loss, a sum, of what a model's forward returned: the sum itself, or [B, T]."""
+        return self.objective(computed, self) if computed.ndim else computed
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
