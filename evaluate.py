@@ -106,13 +106,17 @@ def shared_batches(
     last batch is padded with rows without targets."""
     shares = world.data_size
     padded_rows = [*rows, *[None] * (-len(rows) % shares)]
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # these share the tokens
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, "evaluating")):
         my_rows = slice(start, start + microbatch * shares, shares)
-        batch = dataset.batch(padded_rows[my_rows])
-        yield my_rows, share_sequences(batch, world).to(world.device)
+        yield my_rows, batch_of(dataset, padded_rows[my_rows], world)
+
+
+def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
+    """Return this rank's tokens of rows that it computes, on its device."""
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # these ranks share tokens
+    return share_sequences(dataset.batch(rows), world).to(world.device)
 
 
 @torch.no_grad()

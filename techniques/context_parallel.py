@@ -146,13 +146,15 @@ class SharedBatch(Batch):
     def loss(self, computed: Tensor) -> Tensor:
         """Return the loss of what a model's forward returned. All ranks compute an objective of
         whole sequences, and its gradient for their own tokens; one rank counts it."""
-        if not computed.ndim:
-            return computed
-        parts = DTensor.from_local(computed[None], self.mesh, [Shard(0)], run_check=False)
+        loss = super().loss(computed)
+        is_repeated = computed.ndim and self.mesh.get_local_rank() > 0
+        return loss - loss.detach() if is_repeated else loss
+
+    def whole_rows(self, losses: Tensor) -> tuple[Tensor, Batch]:
+        """All-gather the losses; in backward a rank keeps the gradient of its own tokens."""
+        parts = DTensor.from_local(losses[None], self.mesh, [Shard(0)], run_check=False)
         losses = whole_sequences(parts.full_tensor()[..., None, None])[..., 0, 0]  # [B, T]
-        whole = replace(self, targets=self.all_targets, positions=self.all_positions)
-        loss = self.objective(losses, whole)
-        return loss - loss.detach() if self.mesh.get_local_rank() else loss
+        return losses, replace(self, targets=self.all_targets, positions=self.all_positions)
 
     @property
     def documents(self) -> SharedSequences:

@@ -9,16 +9,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
-from workers.train_cases import BATCH, CLIP, SEQ, STEPS, batch_of, build, initialize
+from workers.train_cases import (
+    BATCH,
+    CLIP,
+    SEQ,
+    STEPS,
+    batch_of,
+    build,
+    initialize,
+    pairs_of,
+    scored_answers,
+)
 
 from config import ParallelConfig, Work
 from generate import generate
 from model import IGNORE, Llama, LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
+from rewards import Answers
 from runs.rules import check_parallel, check_work
 from techniques import nf4
 from techniques.nf4 import dequantized
+from text.pairs import Pairs
 
 # Configurations for tp 1, 2 and 4, with sizes that ranks divide unevenly where tp allows it.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
@@ -100,6 +112,10 @@ def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=Fals
     the gradients, as a tuple; and the gradients once clipped."""
     valid = targets != IGNORE
     loss = mean_loss(logits[valid], targets[valid], own_loss)
+    return plain_update(loss, valid.sum().item(), named, optimizer, clip)
+
+
+def plain_update(loss, count: int, named: dict, optimizer, clip=CLIP, more=()) -> tuple:
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), clip).item()
     assert norm > clip  # otherwise clipping would not be tested
@@ -107,16 +123,51 @@ def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=Fals
     optimizer.step()
     for p in named.values():
         p.grad = None
-    return (loss.item(), valid.sum().item(), norm), gradients
+    return (loss.item(), count, norm, *more), gradients
+
+
+def answer_log_p(bare: Llama, weights: dict, answers: list[tuple]) -> list[torch.Tensor]:
+    """Return log p of the targets of each answer, which is computed alone."""
+    found = []
+    for ids, is_target in answers:
+        tokens = {"tokens": torch.tensor([ids[:-1]])}
+        log_p = torch.func.functional_call(bare, weights, (), tokens)[0].log_softmax(-1)
+        found.append(log_p[range(len(ids) - 1), ids[1:]][torch.tensor(is_target[1:])])
+    return found
+
+
+def plain_preferences(bare: Llama, weights: dict, base: dict, pairs: Pairs) -> list[torch.Tensor]:
+    """Return means over the pairs, as DPO's formulas have them: the loss, the share of pairs with
+    the chosen answer ahead, the margin, and the rewards of chosen and rejected."""
+    answers = [pairs.samples[i] for row in pairs.rows for i in row]
+    now, before = (answer_log_p(bare, w, answers) for w in (weights, base))
+    rewards = torch.stack([0.3 * (a.sum() - b.sum().detach()) for a, b in zip(now, before)])
+    chosen, rejected = rewards[::2], rewards[1::2]
+    margin = chosen - rejected
+    loss = torch.log1p(torch.exp(-margin))
+    return [x.mean() for x in (loss, (margin > 0).double(), margin, chosen, rejected)]
+
+
+def plain_rewards(bare: Llama, weights: dict, answers: Answers) -> list[torch.Tensor]:
+    """Return the mean loss over answers, a token at a time, and the largest |log ratio|."""
+    log_p = answer_log_p(bare, weights, answers.samples)
+    total, gap = 0, 0
+    for of_answer, old, advantage in zip(log_p, answers.log_p, answers.advantages):
+        for now, before in zip(of_answer, old):
+            log_ratio = now - before
+            total = total - log_ratio.exp() * advantage
+            gap = max(gap, log_ratio.abs().item())
+    return [total / len(log_p), torch.tensor(gap, dtype=torch.float64)]
 
 
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq, and
-    optimizer. Where it has adapters, a model without any computes with the effective_weights."""
-    config, packed, lora, own_loss, seq, optimizer_name = json.loads(key)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
+    optimizer and objective. Where it has adapters, a model without any computes with the
+    effective_weights."""
+    config, packed, lora, own_loss, seq, optimizer_name, objective = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -125,18 +176,35 @@ def plain_training(key: str) -> dict:
     batch, rows, first_gradients = batch_of(packed, seq), [], {}
     inputs = {"tokens": batch.tokens, "positions": batch.positions}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
+    is_target, pairs = batch.targets != IGNORE, pairs_of(seq)
+    n_pairs = sum(len(row) // 2 for row in pairs.rows)
+    base = {name: w.detach().clone() for name, w in effective_weights(model, None).items()}
     for _ in range(STEPS):
         weights = effective_weights(model, lora)
-        logits = torch.func.functional_call(bare, weights, (), inputs)
-        row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
+        if objective == "preferences":
+            means, count = plain_preferences(bare, weights, base, pairs), n_pairs
+        elif objective == "rewards":
+            means, count = plain_rewards(bare, weights, scored_answers()), BATCH
+        else:
+            logits, valid = torch.func.functional_call(bare, weights, (), inputs), is_target
+            means = [mean_loss(logits[valid], batch.targets[valid], own_loss)]
+            count = valid.sum().item()
+        more = [mean.item() for mean in means[1:]]
+        row, gradients = plain_update(means[0], count, trainable, optimizer, more=more)
         rows.append(row)
         first_gradients = first_gradients or gradients
+    if objective == "preferences":
+        with torch.no_grad():
+            weights = effective_weights(model, lora)
+            means = plain_preferences(bare, weights, base, pairs)
+        rows.append([mean.item() for mean in means])
     last = dict(model.named_parameters())
     return {"rows": rows, "gradients": first_gradients, "first": first, "last": last}
 
 
 def effective_weights(model: Llama, lora: dict | None) -> dict:
-    """Return the weights that a model computes with, by their names in a model without adapters:
+    """Return the weights that a model computes with, by their names in a model without adapters
+    (without `lora`, as if it had none):
     NF4 codes dequantized, LoRA as W + scale B A, DoRA's rows scaled to its magnitudes, biases."""
     named = dict(model.named_parameters())
     weights = {name: p for name, p in named.items() if name.endswith(".weight")}
@@ -145,11 +213,12 @@ def effective_weights(model: Llama, lora: dict | None) -> dict:
     for name, weight in weights.items():
         if (row_scale := named.get(name.replace("weight", "row_scale"))) is not None:
             weight = weights[name] = dequantized(weight, row_scale, torch.float64)
-        if (A := named.get(name.replace("weight", "lora_A"))) is not None:
+        if lora and (A := named.get(name.replace("weight", "lora_A"))) is not None:
             B, r = named[name.replace("weight", "lora_B")], lora["rank"]
             scale = lora.get("alpha", 16) / (r**0.5 if lora.get("rslora") else r)
             weights[name] = weight + scale * B @ A
-        if (magnitude := named.get(name.replace("weight", "lora_magnitude"))) is not None:
+        magnitude = named.get(name.replace("weight", "lora_magnitude"))
+        if lora and magnitude is not None:
             norms = weights[name].detach().norm(dim=1)
             weights[name] = (magnitude / norms)[:, None] * weights[name]
     return weights | biases
@@ -240,7 +309,7 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
     predictions are further off: tests/test_page.py has them. A loss of one's own may send more."""
-    if "lora" in case or "own_loss" in case:
+    if case.keys() & {"lora", "own_loss", "objective"}:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -270,7 +339,7 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
-    key += [case.get("seq", SEQ), optimizer]
+    key += [case.get("seq", SEQ), optimizer, case.get("objective")]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
@@ -279,6 +348,7 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     assert result["attentions"] == attentions(case, result["layers"])
     if case["parallel"].get("compile"):  # all blocks share a graph; with LoRA the first has another
         graphs = 2 if "lora" in case else 1  # since its input needs no gradient
-        assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
+        is_one = result["graphs"]["unique_graphs"] == graphs or "objective" in case
+        assert is_one and not result["breaks"]
     else:
         assert_traffic(result, case, nproc)

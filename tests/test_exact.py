@@ -61,6 +61,7 @@ OPTIONS |= dict(
     qk_norm=(False, True),
     qkv_bias=(False, True),
     generate=(False, True),
+    objective=("tokens", "preferences", "rewards"),
 )
 FAST = {1: 12, 2: 14, 4: 10}  # ranks to train on -> how many cases the fast tests take
 MOST_ATTENTIONS = 8  # forwards of attention in one step of a case that the fast tests take
@@ -80,6 +81,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
         raise UserError("without adapters, 4 bits have no effect")
+    if drawn["objective"] != "tokens" and drawn["packed"] != (drawn["objective"] == "preferences"):
+        raise UserError("pairs share rows, and sampled answers do not")
     if drawn["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
     if cp > 1 and (float8 or drawn["moments"] == "bfloat16"):
@@ -103,6 +106,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     given = case(config, drawn["microbatch"], **options) | dict(packed=drawn["packed"])
     given |= {"lora": lora | dict(base_bits=bits)} if lora else {}
     given |= {"seq": seq} if seq != SEQ else {}
+    given |= {"objective": drawn["objective"]} if drawn["objective"] != "tokens" else {}
     return given | ({"generate": True} if drawn["generate"] else {})
 
 

@@ -67,7 +67,12 @@ class Batch:
 
     def loss(self, computed: Tensor) -> Tensor:
         """Return the loss, a sum, of what a model's forward returned: the sum itself, or [B, T]."""
-        return self.objective(computed, self) if computed.ndim else computed
+        return self.objective(*self.whole_rows(computed)) if computed.ndim else computed
+
+    def whole_rows(self, losses: Tensor) -> tuple[Tensor, "Batch"]:
+        """Return the losses of whole rows, and the batch of these rows, of which a rank may have a
+        part of the tokens."""
+        return losses, self
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -69,7 +69,7 @@ def read_conversations(path: Path, reading: Reading) -> Iterator[Line]:
     for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
-            messages, tools = _conversation(record, where), _tools(record, where)
+            messages, tools = conversation_of(record, where), _tools(record, where)
             for fields, known in ((record, LINE_FIELDS), *((m, MESSAGE_FIELDS) for m in messages)):
                 unread |= {key for key in fields.keys() - known if _is_text(fields[key])}
             yield Line(number, where, messages, tools)
@@ -85,7 +85,7 @@ def _is_text(value: object) -> bool:
     )
 
 
-def _conversation(record: dict, where: str) -> Conversation:
+def conversation_of(record: dict, where: str) -> Conversation:
     """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
     found = [layout for layout in LAYOUTS if record.keys() >= set(layout)]
     if not found:
@@ -233,10 +233,16 @@ def conversations(data: list[str], reading: Reading) -> Iterator[tuple[str, Line
         for split, module, messages in docstrings():
             yield split, Line(0, module, messages)
         return
+    for file in files_of(data, LINE_FORMATS):
+        for line in read_conversations(file, reading):
+            yield split_of(f"{document_name(file)}:{line.number}"), line
+
+
+def files_of(data: list[str], expected: str) -> Iterator[Path]:
+    """Yield the files of --data, and those inside its directories. Raise UserError, which asks for
+    the `expected`, where a directory has none."""
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
-            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
-        for file in files:
-            for line in read_conversations(file, reading):
-                yield split_of(f"{document_name(file)}:{line.number}"), line
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {expected}")
+        yield from files

@@ -2,19 +2,23 @@
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
-torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
-is a tenth."""
+torch.compile, "own_loss", "objective" (preferences or rewards), and "lora" (fields of LoRA, and
+base_bits), with which the learning rate is a tenth."""
 
+import copy
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+import evaluate
 import model as model_py
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
@@ -28,12 +32,15 @@ from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
+from preferences import DPO
+from rewards import GRPO, Answers
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
+from text.pairs import Pairs
 from train import train_step
 
 STEPS = 3
@@ -55,6 +62,49 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
         documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
         positions = torch.tensor([row[:seq] for row in documents])
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
+
+
+NO_TOKENIZER = SimpleNamespace(special={}, count_bytes=lambda targets: 1)
+
+
+def answers_of(pairs: int) -> list[tuple[list[int], list[bool]]]:
+    """Return two answers to each of some prompts, as (ids, which of them are targets)."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(most: int) -> list[int]:
+        n = int(torch.randint(1, most, (), generator=generator))
+        return torch.randint(VOCAB, (n,), generator=generator).tolist()
+
+    prompts = [ids(4) for _ in range(pairs) for _ in "cr"]
+    return [(p + a, [False] * len(p) + [True] * len(a)) for p in prompts for a in [ids(5)]]
+
+
+def pairs_of(seq: int) -> Pairs:
+    """Return BATCH rows of pairs, some of which have several."""
+    pairs = Pairs(answers_of(40), seq, NO_TOKENIZER)
+    pairs.rows = pairs.rows[-BATCH:]  # the last have padding
+    return pairs
+
+
+def scored_answers() -> Answers:
+    """Return BATCH answers with advantages, and log p as another sampler has them."""
+    samples = answers_of(BATCH // 2)
+    prompts = [[i for i, flag in zip(*sample) if not flag] for sample in samples]
+    answers = [[i for i, flag in zip(*sample) if flag] for sample in samples]
+    log_p, advantages = (
+        torch.linspace(-5, -4, BATCH * 5).view(BATCH, 5),
+        torch.linspace(-1, 2, BATCH),
+    )
+    return Answers(prompts, answers, log_p.double(), advantages, NO_TOKENIZER)
+
+
+def make_task(case: dict, model: Llama, world, work: Work, data) -> evaluate.Task:
+    """Return the task of a case, whose batches have an objective."""
+    args = SimpleNamespace(microbatch=work.microbatch, loss="sigmoid", beta=0.3, dtype="bfloat16")
+    args.all_weights, args.eval_windows = "lora" not in case, 99
+    job = SimpleNamespace(model=model, train_set=data, val_set=data)
+    make = DPO if case["objective"] == "preferences" else partial(GRPO, None)
+    return make(args, job, world, work, None)
 
 
 def capped(hidden, weight):
@@ -126,7 +176,8 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     share, seq = BATCH // world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", share)
-    predicted = sends(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
+    work = Work(copy.deepcopy(model), world.parallel, BATCH, microbatch, seq)
+    predicted = sends(work, pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, world.parallel, lr=1e-3 if "lora" in case else 1e-2)
@@ -137,17 +188,29 @@ def train(process, case: dict) -> dict:
             gradients[name] = whole_tensor(p.grad)
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
-    batch = share_sequences(batch, world)
+    task = None
+    if "objective" in case:
+        data = pairs_of(seq) if case["objective"] == "preferences" else scored_answers()
+        task = make_task(case, model, world, work, data)
+        own = range(world.data_rank * share, (world.data_rank + 1) * share)
+        batch = replace(evaluate.batch_of(data, own, world), objective=task)
+    else:
+        batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
+        batch = share_sequences(batch, world)
     rows = []  # of each step: mean loss, number of targets, gradient norm
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
     steps = case.get("steps", STEPS)
     for step in range(1, steps + 1):
+        if isinstance(task, DPO):
+            (batch,) = task.prepare([step], [batch])
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+        rows[-1] += tuple(task.metrics().values()) if task else ()
+    if isinstance(task, DPO):
+        rows.append(tuple(task.validate()[0].values()))
     tokens, sampling, saving = None, Counted(world), Counted(world)
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
