@@ -189,44 +189,33 @@ def describe_exam(right: dict[str, float]) -> str:
 
 
 class Task:
-    """What a run trains a model for, as far as the loop of train.py has to know it. This one is to
-    predict text; those of preferences.py and rewards.py are others."""
+    """What the loop of train.py trains a model for: this one, to predict text. All ranks call each
+    method, and sample_text(step), which returns text to show at an evaluation."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        job: Job,
-        world: World,
-        work: Work,
-        sample_text: Callable[[int], str],
-    ):
-        """All ranks call sample_text(step), which returns text to show at evaluations."""
+    def __init__(self, args, job: Job, world: World, work: Work, sample_text: Callable[[int], str]):
         self.args, self.job, self.world, self.model = args, job, world, job.model
         self.sample_text, self.gathered = sample_text, contextlib.nullcontext
         if fits_unsharded(work, world):  # gather weights once
             self.gathered = partial(unsharded, job.model, world.parallel)
 
     def prepare(self, steps: Iterable[int], batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches of steps as train_step takes them. Each is asked for when the weights
-        are those with which the step begins."""
+        """Return the batches of some steps. Each is asked for when its step is about to begin."""
         return batches
 
     def metrics(self) -> dict[str, float]:
-        """Return what else was measured since the last call. All ranks call it."""
+        """Return what was measured since the last call, in place of bits per byte."""
         return {}
 
     def validate(self) -> tuple[dict[str, float], str]:
-        """Return metrics of the validation data, "val_loss" among them, and a line that tells the
-        others."""
+        """Return metrics of the validation data, val_loss among them, and text on the others."""
         limit, microbatch = self.args.eval_windows, self.args.microbatch
         totals = evaluate(self.model, self.job.val_set, limit, microbatch, self.world)
         losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
         return losses, f"{totals.bits_per_byte:.4f} bits/byte"
 
     def evaluate(self, step: int) -> tuple[dict[str, float | str], int]:
-        """Evaluate the model after a step: print the metrics of validation, an exam's scores and a
-        sample, and return them by name, and 0; or, if a signal ends it, nothing and the signal's
-        number. All ranks call it."""
+        """Print the metrics of validation, an exam's scores and a sample, and return them by name,
+        and 0; or, if a signal ends the evaluation, nothing and the signal's number."""
         model, exam, microbatch = self.model, self.job.exam, self.args.microbatch
         model.eval()
         try:

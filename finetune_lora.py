@@ -17,8 +17,7 @@ it faster. On several processes a run first prints what a step would send under 
 
 Every checkpoint is an adapter in PEFT's format; --merge also writes the merged model.
 
-With --all-weights there are no adapters: all weights are trained, as train.py does, on the same
-data. A rank then holds 16 bytes a parameter, or its share of them, and checkpoints are models.
+With --all-weights there are no adapters: all weights are trained, as train.py does, on these data.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -42,93 +41,21 @@ from model import Llama
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
-from techniques.technique import Technique
-from text.chat import Packed, open_samples
+from text.chat import open_samples
 from text.corpora import Reading
 from text.exams import Exam
-from text.tokenizer import Tokenizer
 
 
 def main() -> None:
     args = flags.parse_finetuning()
     process = setup.setup(args)
-    job, examples = prepare(args, process)
-    fine_tune(args, process, job, examples)
+    open_data = partial(open_samples, train_on_prompt=args.train_on_prompt)
+    job, examples = prepare(args, process, open_data)
+    fine_tune(args, process, job, examples, evaluate.Task)
 
 
-def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list]:
-    """Check the flags, open the data, and build the base model on meta, with adapters.
-
-    Returns the job and some held-out prompts, as (tokens, true answer)."""
-    model, tokenizer = open_base(args, process)
-    reading = Reading(skip_bad=args.skip_bad)
-    train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading
-    )
-    job = job_of(args, process, model, tokenizer, train_set, val_set)
-    list_left_out(reading, f"conversations-{args.data_checksum}")
-    print_rank_zero(summary)
-    return job, examples
-
-
-def open_base(args: argparse.Namespace, process: Process) -> tuple[Llama, Tokenizer]:
-    """Check the flags, and return the base model on meta, with adapters unless all weights are
-    trained, and its tokenizer."""
-    base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # of a run, this is the newest checkpoint; records name it
-    rules.check_training_flags(args, base["model"], process, *techniques_of(args))
-    with torch.device("meta"):
-        model = Llama(base["model"])
-        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
-        # A changed model.py may lack some of the targets.
-        targets = tuple(name for name in args.targets if name in layer_names)
-        settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
-        if not args.all_weights:
-            lora.add_adapters(model, settings, args.base_bits)
-    for name in lora.adapters(model):
-        peft_name(name)  # refuses one that PEFT's files have no name for
-    return model, tokenizer
-
-
-def techniques_of(args: argparse.Namespace) -> tuple[Technique, ...]:
-    """Return the techniques that fine-tuning joins to those of parallel.py."""
-    if args.all_weights:
-        return ()
-    return (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
-
-
-def job_of(
-    args: argparse.Namespace, process: Process, model: Llama, tokenizer: Tokenizer, *data: Packed
-) -> setup.Job:
-    """Return the job of training a `model` of open_base on `data`: a set to train on, and one to
-    validate on."""
-    rules.choose_steps(args, len(data[0]))
-    if args.merge and (merged := args.out / "merged").exists():
-        last_step = args.out / f"step-{args.steps:08d}"
-        adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
-        is_finished = args.resume and last_step.exists()  # then `merged` may be its own
-        if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
-            raise UserError(f"{merged} exists: remove it, or leave out --merge")
-    args.data_checksum = process.check_same("the training data", data[0].checksum())
-
-    def initialize(model: Llama) -> None:
-        checkpoint.load_weights(args.init, model)
-        lora.init_adapters(model, args.seed, device=process.device)
-
-    whole = copy.deepcopy(model)  # parallelize changes the other one
-    exam = args.exam and Exam(args.exam, tokenizer, model.config.max_seq_len, chat=True)
-    return setup.Job(model, whole, initialize, tokenizer, *data, exam, techniques_of(args))
-
-
-def fine_tune(
-    args: argparse.Namespace,
-    process: Process,
-    job: setup.Job,
-    examples: list[tuple[list[int], str]],
-    make_task: Callable[..., evaluate.Task] = evaluate.Task,
-) -> None:
-    """Train a job's model for a task, merge it if --merge is given, and print what to type next.
-    At evaluations it answers the prompts of `examples`."""
+def fine_tune(args, process: Process, job: setup.Job, examples: list, make_task: Callable) -> None:
+    """Train a job's model for a task, and merge it with --merge; evaluations answer `examples`."""
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
@@ -142,10 +69,56 @@ def fine_tune(
             checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
-    adapter_flags = f"{base} --adapter {out}" + " --base-bits 4" * (args.base_bits == 4)
-    print_rank_zero(
-        f"generate:   python generate.py {out if args.all_weights else adapter_flags} --chat"
+    model_flags = out if args.all_weights else f"{base} --adapter {out}"
+    chat_flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
+    print_rank_zero(f"generate:   python generate.py {model_flags} {chat_flags}")
+
+
+def prepare(
+    args: argparse.Namespace, process: Process, open_data: Callable = open_samples
+) -> tuple[setup.Job, list]:
+    """Check the flags, open the data, and build the base model on meta, with adapters unless all
+    weights are trained. `open_data` has the arguments and the result of open_samples.
+
+    Returns the job and some held-out prompts, as (tokens, true answer)."""
+    base, tokenizer = find_model(args.init, args.tokenizer, process)
+    args.init = base["directory"]  # of a run, this is the newest checkpoint; records name it
+    techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
+    techniques = () if args.all_weights else techniques
+    rules.check_training_flags(args, base["model"], process, *techniques)
+    with torch.device("meta"):
+        model = Llama(base["model"])
+        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
+        # A changed model.py may lack some of the targets.
+        targets = tuple(name for name in args.targets if name in layer_names)
+        settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
+        if not args.all_weights:
+            lora.add_adapters(model, settings, args.base_bits)
+    for name in lora.adapters(model):
+        peft_name(name)  # refuses one that PEFT's files have no name for
+    exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
+    reading = Reading(skip_bad=args.skip_bad)
+    train_set, val_set, examples, summary = open_data(
+        args.data, tokenizer, args.seq_len, val_data=args.val_data, reading=reading
     )
+    rules.choose_steps(args, len(train_set))
+    if args.merge and (merged := args.out / "merged").exists():
+        last_step = args.out / f"step-{args.steps:08d}"
+        adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
+        is_finished = args.resume and last_step.exists()  # then `merged` may be its own
+        if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
+            raise UserError(f"{merged} exists: remove it, or leave out --merge")
+    args.data_checksum = process.check_same("the training data", train_set.checksum())
+    list_left_out(reading, f"conversations-{args.data_checksum}")
+    print_rank_zero(summary)
+
+    def initialize(model: Llama) -> None:
+        checkpoint.load_weights(args.init, model)
+        lora.init_adapters(model, args.seed, device=process.device)
+
+    whole = copy.deepcopy(model)  # parallelize changes the other one
+    job = setup.Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
+    return job, examples
 
 
 if __name__ == "__main__":

@@ -244,12 +244,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.is_off = True
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer in layers:
-            layer.is_off = False
+    with torch.no_grad():
+        yield
+    for layer in layers:
+        layer.is_off = False
 
 
 def adapter_settings(model: nn.Module) -> LoRA | None:

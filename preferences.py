@@ -15,12 +15,12 @@ it (Rafailov et al. 2023, arXiv:2305.18290):
     loss   = -log sigmoid(reward of the chosen answer - reward of the rejected one)
 
 log p is a sum over the answer's tokens. The base is the same model with its adapters switched off:
-a second forward, which stores nothing for backward. With --all-weights there is no such base later
-on, so its log p of all answers are computed once, beforehand. The loss of a step is a sum over
-pairs, divided by the pairs of all ranks. A pair lies within a row, so that no split divides it.
+a second forward, which stores nothing. With --all-weights, its log p of all answers are computed
+once, beforehand. A step's loss is a sum over pairs, divided by the pairs of all ranks; a pair lies
+within a row, so that no split divides it.
 
-Watch `chosen`, too: the loss knows the difference of the two rewards alone, so that both may fall,
-while answers that are in neither become likelier. docs/preferences.md tells when this helps.
+Watch `chosen`: the loss knows the difference of two rewards alone, so that both may fall, while
+answers that are in neither become likelier. docs/preferences.md tells when this helps.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -35,17 +35,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import evaluate
-from data import list_left_out
-from finetune_lora import fine_tune, job_of, open_base
+from finetune_lora import fine_tune, prepare
 from lora import adapters_off
 from plumbing.devices import widest_float
 from plumbing.parser import Parser, positive_float
-from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.processes import UserError, run
 from runs import setup
 from runs.flags import add_finetuning_flags, complete_finetuning
 from techniques.chunked_loss import loss_of_each_target
 from text.batch import Batch
-from text.corpora import Reading
 from text.pairs import Pairs, open_pairs
 
 # The loss of a pair by name, given the margin, which is the reward of the chosen answer minus that
@@ -74,10 +72,8 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
     args = complete_finetuning(parser.parse_args(), "dpo")
     args.beta = args.beta or (2.0 if args.loss == "simpo" else 0.1)
-    if args.dropout:
-        raise UserError("--dropout would be noise in the rewards: leave it out")
-    if args.train_on_prompt:
-        raise UserError("--train-on-prompt: a prompt is in both answers of a pair: leave it out")
+    if args.dropout or args.train_on_prompt:
+        raise UserError("--dropout is noise in rewards, --train-on-prompt adds 0: leave them out")
     return args
 
 
@@ -129,7 +125,7 @@ class DPO(evaluate.Task):
         world, parallel = self.world, self.world.parallel
         rows = range(len(dataset))
         padded = math.ceil(len(rows) / world.data_size) * world.data_size
-        log_p = self.sums.new_zeros(padded, dataset.width, 2)
+        log_p = self.sums.new_zeros(padded, *dataset.reference_log_p.shape[1:])
         for my_rows, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[my_rows] = self.log_p(batch).to(log_p)
         if world.size > 1:
@@ -171,25 +167,10 @@ class DPO(evaluate.Task):
         return {f"val_{name}": mean for name, mean in means.items()}, told
 
 
-def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list]:
-    """Check the flags, open the pairs, and build the base model on meta, with adapters.
-
-    Returns the job and some held-out prompts, as (tokens, chosen answer)."""
-    model, tokenizer = open_base(args, process)
-    reading = Reading(skip_bad=args.skip_bad)
-    train_set, val_set, examples, summary = open_pairs(
-        args.data, tokenizer, args.seq_len, args.val_data, reading
-    )
-    job = job_of(args, process, model, tokenizer, train_set, val_set)
-    list_left_out(reading, f"pairs-{args.data_checksum}")
-    print_rank_zero(summary)
-    return job, examples
-
-
 def main() -> None:
     args = parse_args()
     process = setup.setup(args)
-    job, examples = prepare(args, process)
+    job, examples = prepare(args, process, open_pairs)
     fine_tune(args, process, job, examples, DPO)
 
 

@@ -1,36 +1,29 @@
-r"""Train a Llama from rewards: sample answers, and make the better ones of a group likelier (GRPO).
+r"""Train a Llama from rewards: sample answers, make those likelier that beat their group (GRPO).
 
     torchrun rewards.py --init out/sums --data prompts.jsonl --reward reward.py
     torchrun --nproc-per-node 8 rewards.py --init ~/Llama-3.2-1B-Instruct --chat \
              --data gsm8k.jsonl --reward gsm8k.py --batch 256 --group 16 --microbatch 8 --lr 1e-5
 
-The data are JSON lines with a "prompt". --reward is a Python file with a function that returns a
-number; other fields of the line are given to it by their names:
+The data are JSON lines with a "prompt". --reward is a Python file with reward(prompt, answer),
+which returns a number; it is also given the other fields of the line. A step answers --batch /
+--group prompts, each --group times:
 
-    def reward(prompt, answer, **others) -> float
+    sample      from the weights as they are now, at temperature 1 (generate.py)
+    score       an answer's advantage is its reward minus the mean of its group
+    update      train.py's, with the loss below, summed over tokens and divided by the answers
 
-A step answers --batch / --group prompts, each --group times:
+        ratio = p(token) / p of the sampler         1, since all answers are new
+        loss  = - ratio advantage
 
-    sample      from the weights as they are now (generate.py), at temperature 1
-    score       by the function; an answer's advantage is its reward minus the mean of its group
-    update      train.py's, with this loss, divided by the number of answers:
+Its gradient is that of the mean reward, times (G - 1) / G. GRPO also divides by an answer's length,
+so that long wrong answers cost little, and by the deviation of its group, so that prompts count
+most that nearly always or never succeed (Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, "Dr.
+GRPO", arXiv:2503.20783). Its clip acts on answers that are used again, and here none is.
 
-        loss = - sum over tokens of (p(token) / p of the sampler) advantage
-
-The ratio is 1, since all answers are new, and its gradient is that of log p. So this is the
-gradient of the mean reward (times (G - 1) / G, as an answer is in its group's mean). That is why
-nothing else is in it. GRPO (Shao et al. 2024, arXiv:2402.03300) also divides by an answer's length,
-which makes long wrong answers cheap, and by the standard deviation of its group, which gives weight
-to prompts that nearly always or never succeed (Liu et al. 2025, "Dr. GRPO", arXiv:2503.20783). Its
-clip acts only where several steps reuse answers.
-
-The sampler computes p with a cache, token by token, and training computes it at once. A run checks
-that both are the same, which no approximate kernel would pass.
-
-Answers depend on (seed, number of the answer) alone, and rewards are gathered: so a step is the
-same on any number of ranks. Watch `reward`, `mixed`, the share of groups with different rewards,
-which alone teach something, and `end`, the share of answers that end by themselves. The loss is
-about 0 and says nothing. docs/preferences.md has an example.
+The sampler computes p with a cache, token by token, and training at once: a run checks that they
+agree. An answer depends on the seed and its number alone, and rewards are gathered, so a step is
+the same on any number of ranks. Watch `reward`; `mixed`, the share of groups whose rewards differ,
+as others teach nothing; and `end`, the share of answers that end. docs/preferences.md has more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -40,7 +33,7 @@ import math
 import runpy
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -51,12 +44,12 @@ from torch import Tensor
 
 import evaluate
 from data import tokens_done, window_of
-from finetune_lora import fine_tune, job_of, open_base
+from finetune_lora import fine_tune, prepare
 from generate import check_length, generate
 from model import IGNORE
 from parallel import unsharded
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.processes import UserError, run
 from runs import setup
 from runs.flags import add_finetuning_flags, complete_finetuning
 from techniques.chunked_loss import loss_of_each_target
@@ -66,8 +59,7 @@ from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.tokenizer import Tokenizer
 
-# By how much log p of a token may differ between sampling and training. bfloat16 rounds: there the
-# ratio corrects for it, and it is only recorded.
+# By how much log p of a token may differ between sampling and training. In bfloat16 it is told.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 
 
@@ -82,10 +74,8 @@ def parse_args() -> argparse.Namespace:
     add("--group", type=positive_int, default=8, help="answers to each prompt, of the --batch")
     add("--max-new-tokens", type=positive_int, default=64, help="tokens of an answer at most")
     # fmt: on
-    parser.set_defaults(batch=64, lr=1e-4, data=None, seq_len=256)
+    parser.set_defaults(batch=64, lr=1e-4)
     args = complete_finetuning(parser.parse_args(), "grpo")
-    if not args.data:
-        raise UserError('rewards.py needs prompts: give --data, a file with lines {"prompt": ...}')
     if args.dropout:
         raise UserError("--dropout would train another model than the sampler's: leave it out")
     if args.group < 2 or args.batch % args.group:
@@ -97,43 +87,43 @@ def parse_args() -> argparse.Namespace:
 
 
 class Prompts:
-    """Prompts, of which each has a group of answers, and the JSON objects that they come from."""
+    """Prompts, each of which is to have a group of answers, and the JSON objects they come from."""
 
     document_mask = False
 
-    def __init__(self, records: list[dict], prompts: list[list[int]], tokenizer, group: int):
-        self.records, self.prompts, self.tokenizer = records, prompts, tokenizer
-        self.sources = [(len(prompts) * group, 1)]  # as data.Windows has it
+    def __init__(self, found: list[tuple[dict, list[int]]], group: int):
+        self.found = found
+        self.sources = [(len(found) * group, 1)]  # as data.Windows has it
 
     def __len__(self) -> int:
         return self.sources[0][0]
 
     def checksum(self) -> int:
-        return zlib.crc32(repr(self.prompts).encode())
-
-    def text_of(self, answer: list[int]) -> str:
-        return self.tokenizer.decode(token for token in answer if token not in self.tokenizer.stop)
+        return zlib.crc32(repr(self.found).encode())
 
 
-def open_prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompts]:
-    """Return prompts to train on and to evaluate on: of --val-data, or held out by a hash, or, of
-    few, all."""
-    found = {"train": ([], []), "val": ([], [])}
-    expected, reading = '{"prompt": "..."}', Reading(skip_bad=args.skip_bad)
-    for source, wanted in ((args.data, "train" * bool(args.val_data)), (args.val_data, "val")):
-        for file in files_of(source or [], expected):
+def open_prompts(
+    data: list[str], tokenizer: Tokenizer, seq_len: int, val_data, reading: Reading, args
+) -> tuple[Prompts, Prompts, list, str]:
+    """Return prompts to train on and to evaluate on, and what else open_samples does. Held out are
+    those of `val_data`, or some by a hash; of a few, none."""
+    found, expected = {"train": [], "val": []}, '{"prompt": "..."}'
+    for source, wanted in ((data, "train" if val_data else None), (val_data or [], "val")):
+        for file in files_of(source, expected):
             for number, where, record in read_records(file, expected, reading):
-                text = check_string(record.get("prompt"), f'{where}: "prompt" is')
-                asked = [{"role": "user", "content": text}]
-                encoded = encode_prompt(asked, tokenizer) if args.chat else None
-                records, prompts = found[wanted or split_of(f"{document_name(file)}:{number}")]
-                records.append(record)
-                prompts.append(encoded or tokenizer.encode(text, bos=True))
-    if not found["train"][0]:
-        raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
-    train, val = found.values()
-    val = val if val[0] else train
-    return [Prompts(*part, tokenizer, args.group) for part in (train, val)]
+                with reading.one(where):
+                    text = check_string(record.get("prompt"), f'{where}: "prompt" is')
+                    ids = tokenizer.encode(text, bos=True)
+                    if args.chat:
+                        ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
+                    check_length(len(ids), args.max_new_tokens, seq_len)
+                    split = wanted or split_of(f"{document_name(file)}:{number}")
+                    found[split].append((record, ids))
+    train, val = found["train"], found["val"] or found["train"]
+    if not train:
+        raise UserError(f"{' '.join(data)} holds no prompt to train on: give more")
+    summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
+    return Prompts(train, args.group), Prompts(val, args.group), [], summary
 
 
 class Answers(Rows):
@@ -154,29 +144,12 @@ class Answers(Rows):
         return replace(batch, given=given, units=is_answer.any(1))
 
 
-class Reward:
-    """The function of a --reward file, and what it did wrong, if anything."""
-
-    def __init__(self, path: Path):
-        self.path, self.failure = path, "a reward was no number on another rank"
-        if not path.is_file():
-            raise UserError(f"--reward {path} is no file: give one with a function reward")
-        try:
-            self.function = runpy.run_path(str(path))["reward"]
-        except Exception as error:
-            raise UserError(f"--reward {path} has no function reward: {error!r}")
-
-    def of(self, record: dict, answer: str) -> float:
-        """Return the reward of an answer; NaN where it is no finite number."""
-        try:
-            reward = self.function(**record | {"answer": answer})
-            if isinstance(reward, str) or not math.isfinite(reward):
-                raise ValueError(f"it returned {reward!r}")
-            return float(reward)
-        except Exception as error:
-            given = f"reward({record['prompt']!r:.60}, {answer!r:.60})"
-            self.failure = f"{self.path}: {given} gave no number: {error!r:.200}"
-            return math.nan
+def load_reward(path: Path) -> Callable[..., float]:
+    """Return the function of a --reward file."""
+    try:
+        return runpy.run_path(str(path))["reward"]
+    except Exception as error:
+        raise UserError(f"--reward {path} has no function reward: {error!r:.200}")
 
 
 # --------------------------------------------------------------------------------------- the task
@@ -185,13 +158,11 @@ class Reward:
 class GRPO(evaluate.Task):
     """To answer with high rewards. It is the objective of its batches."""
 
-    def __init__(self, reward: Reward, args: argparse.Namespace, job: setup.Job, world, *others):
+    def __init__(self, reward: Callable, args: argparse.Namespace, job: setup.Job, world, *others):
         super().__init__(args, job, world, *others)
         if world.parallel.shard > 1 and self.gathered is contextlib.nullcontext:
-            raise UserError(
-                "sampling needs all weights on each rank, and they do not fit: give a larger --tp, "
-                "or --base-bits 4"
-            )
+            told = "sampling needs all weights on each rank, and they do not fit"
+            raise UserError(f"{told}: give a larger --tp, or --base-bits 4")
         self.model.loss, self.reward = loss_of_each_target, reward
         self.sample_text = lambda step: self.shown
         self.measured, self.gap = {}, torch.zeros((), device=world.device)
@@ -201,17 +172,16 @@ class GRPO(evaluate.Task):
 
     def answered(self, step: int) -> Batch:
         """Return this rank's share of a step's answers, with their advantages."""
-        args, world, data = self.args, self.world, self.job.train_set
+        args, world, found = self.args, self.world, self.job.train_set.found
         share, started = args.batch // world.data_size, time.perf_counter()
         first = tokens_done(args, step - 1) // args.seq_len + world.data_rank * share
         numbers = range(first, first + share)
-        n_prompts = len(data.prompts)
-        asked = [window_of(number // args.group, n_prompts, args.seed) for number in numbers]
-        answers, log_p = self.sample(data, asked, numbers)
+        asked = [found[window_of(n // args.group, len(found), args.seed)] for n in numbers]
+        answers, log_p = self.sample(asked, numbers)
         seconds = time.perf_counter() - started
-        ends = [answer[-1] in data.tokenizer.stop for answer in answers]
+        ends = [answer[-1] in self.job.tokenizer.stop for answer in answers]
         lengths = [len(answer) for answer in answers]
-        rewards, ends, lengths = self.gather(self.score(data, asked, answers), ends, lengths)
+        rewards, ends, lengths = self.gather(self.score(asked, answers), ends, lengths)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         mixed = (groups != groups[:, :1]).any(1).double()
@@ -219,34 +189,46 @@ class GRPO(evaluate.Task):
         self.measured = {name: values.mean().item() for name, values in measured.items()}
         self.measured["sampling_seconds"] = seconds
         own = advantages[world.data_rank * share :][:share]
-        prompts = [data.prompts[i] for i in asked]
-        rows = Answers(prompts, answers, log_p, own, data.tokenizer)
+        rows = Answers([ids for _, ids in asked], answers, log_p, own, self.job.tokenizer)
         return replace(evaluate.batch_of(rows, range(share), world), objective=self)
 
-    @torch.no_grad()
-    def sample(
-        self, data: Prompts, asked: list[int], numbers: Sequence[int]
-    ) -> tuple[list[list[int]], Tensor]:
-        """Return an answer to each prompt `asked`, and log p of its tokens: [B, tokens]. They are
+    def sample(self, asked: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
+        """Return an answer to each of some prompts, and log p of its tokens [B, tokens]. They are
         drawn from the model's own distribution, since that is the one that is trained."""
-        prompts, log_p = [data.prompts[i] for i in asked], []
-        options = dict(stop=data.tokenizer.stop, seed=self.args.seed, numbers=numbers, log_p=log_p)
+        prompts, log_p, args = [ids for _, ids in asked], [], self.args
+        options = dict(stop=self.job.tokenizer.stop, seed=args.seed, numbers=numbers, log_p=log_p)
         self.model.eval()
         gathered = unsharded(self.model, self.world.parallel)  # ranks need not draw equally often
         with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
-            answers = generate(self.model, prompts, self.args.max_new_tokens, **options)
+            answers = generate(self.model, prompts, args.max_new_tokens, **options)
         self.model.train()
         return answers, torch.stack(log_p, 1)
 
-    def score(self, data: Prompts, asked: list[int], answers: list[list[int]]) -> list[float]:
-        return [self.reward.of(data.records[i], data.text_of(a)) for i, a in zip(asked, answers)]
+    def score(self, asked: list, answers: list[list[int]]) -> list[float]:
+        """Return the reward of each answer; NaN where it is no finite number, for all ranks."""
+        rewards = []
+        for (record, _), text in zip(asked, self.texts_of(answers)):
+            try:
+                rewards.append(float(self.reward(**record | {"answer": text})))
+                failure = "" if math.isfinite(rewards[-1]) else f"returned {rewards[-1]}"
+            except Exception as error:
+                failure = f"raised {error!r:.200}"
+            if failure:
+                self.failure = f"reward({record['prompt']!r:.60}, {text!r:.60}) {failure}"
+                return [math.nan] * len(answers)
+        return rewards
+
+    def texts_of(self, answers: list[list[int]]) -> list[str]:
+        """Return the texts of answers. One that does not end is none: it would learn not to."""
+        tokenizer, stop = self.job.tokenizer, self.job.tokenizer.stop
+        return [tokenizer.decode(answer[:-1] if answer[-1] in stop else []) for answer in answers]
 
     def gather(self, *columns: list[float]) -> Tensor:
         """Gather columns with a number for each of this rank's answers -> [columns, all answers].
         Of ranks that have the same answers the first is heard: a reward may be random."""
         rows = self.world.all_gather_scalars([self.world.data_rank, *chain(*columns)]).cpu()
         if rows.isnan().any():
-            raise UserError(self.reward.failure)
+            raise UserError(f"{self.args.reward}: {getattr(self, 'failure', 'see another rank')}")
         first = [rows[:, 0].tolist().index(rank) for rank in range(self.world.data_size)]
         return rows[first, 1:].unflatten(1, (len(columns), -1)).transpose(0, 1).flatten(1)
 
@@ -263,47 +245,29 @@ class GRPO(evaluate.Task):
         gap = self.world.all_gather_scalars([self.gap]).max().item()
         self.gap = torch.zeros_like(self.gap)
         if gap > TOLERANCE[self.args.dtype]:
-            raise UserError(
-                f"log p of a token differs by {gap:.2g} between sampling and training: what has "
-                f"changed in model.py computes something else with a cache"
-            )
+            told = f"log p of a token differs by {gap:.2g} between sampling and training"
+            raise UserError(f"{told}: model.py computes something else with a cache")
         return self.measured | {"log_ratio": gap}
 
     def validate(self) -> tuple[dict[str, float], str]:
         """Return the mean reward of an answer to each held-out prompt; as the loss, minus it."""
-        data, shares = self.job.val_set, self.world.data_size
-        limit = min(self.args.eval_windows, len(data.prompts))
+        found, shares = self.job.val_set.found, self.world.data_size
+        limit = min(self.args.eval_windows, len(found))
         numbers = range(self.world.data_rank, math.ceil(limit / shares) * shares, shares)
-        asked = [number % len(data.prompts) for number in numbers]
-        answers, _ = self.sample(data, asked, [-1 - number for number in numbers])
-        (rewards,) = self.gather(self.score(data, asked, answers))
-        shown = zip(asked[: evaluate.SHOWN], answers)
-        lines = (f"--- {data.records[i]['prompt']}{data.text_of(answer)}" for i, answer in shown)
-        self.shown, mean = "\n".join([*lines, "---"]), rewards.mean().item()
+        asked = [found[number % len(found)] for number in numbers]
+        answers, _ = self.sample(asked, [-1 - number for number in numbers])
+        (rewards,) = self.gather(self.score(asked, answers))
+        shown = zip(asked[: evaluate.SHOWN], self.texts_of(answers))
+        self.shown = "\n".join(f"--- {record['prompt']}{text}" for (record, _), text in shown)
+        mean = rewards.mean().item()
         return {"val_loss": -mean, "val_reward": mean}, f"reward {mean:.3f}"
-
-
-def prepare(args: argparse.Namespace, process: Process) -> setup.Job:
-    """Check the flags, open the prompts, and build the base model on meta, with adapters."""
-    model, tokenizer = open_base(args, process)
-    sets = open_prompts(args, tokenizer)
-    longest = max(map(len, sets[0].prompts + sets[1].prompts))
-    check_length(longest, args.max_new_tokens, model.config.max_seq_len)
-    length = math.ceil((longest + args.max_new_tokens) / 8) * 8  # ranks may share a sequence
-    if length > args.seq_len:
-        raise UserError(f"the longest prompt and its answer are {length} tokens: give --seq-len")
-    args.seq_len = length
-    job = job_of(args, process, model, tokenizer, *sets)
-    trained_on, held_out = (len(part.prompts) for part in sets)
-    print_rank_zero(f"{trained_on:,} prompts of at most {longest} tokens; {held_out:,} held out")
-    return job
 
 
 def main() -> None:
     args = parse_args()
-    process = setup.setup(args)
-    make_task = partial(GRPO, Reward(args.reward))
-    fine_tune(args, process, prepare(args, process), [], make_task)
+    process, reward = setup.setup(args), load_reward(args.reward)
+    job, examples = prepare(args, process, partial(open_prompts, args=args))
+    fine_tune(args, process, job, examples, partial(GRPO, reward))
 
 
 if __name__ == "__main__":

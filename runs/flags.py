@@ -66,14 +66,11 @@ def parse_finetuning() -> argparse.Namespace:
 
 
 def complete_finetuning(args: argparse.Namespace, suffix: str = "lora") -> argparse.Namespace:
-    """Check the flags that need no model, and set the default of --out: the name of the model and
-    the suffix."""
+    """Check the flags that need no model, and set the default of --out, which has the suffix."""
     of_adapters = args.base_bits == 4 or args.merge or args.dropout or args.dora
     if args.all_weights and (of_adapters or args.reshard == "adapters"):
-        raise UserError(
-            "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters: "
-            "leave them out, or --all-weights"
-        )
+        told = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters"
+        raise UserError(f"{told}: leave them out, or --all-weights")
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")

@@ -91,8 +91,8 @@ class Recorder(contextlib.AbstractContextManager):
             note_step(None)
 
     def measure(self, step: int, totals: Totals, lr: float, more: dict[str, float]) -> dict:
-        """Return the metrics of a step that has just ended, with `more` that the run's task has
-        measured; print those of every tenth step."""
+        """Return the metrics of a step that has just ended; print those of every tenth step.
+        `more` are those of a task that has no bits per byte."""
         args, now = self.args, time.perf_counter()
         if self.profiler:
             self.profiler.step()
@@ -101,10 +101,12 @@ class Recorder(contextlib.AbstractContextManager):
         tokens_per_second = args.batch * args.seq_len / seconds
         flops = self.flops_per_token * tokens_per_second / self.world.size  # of a rank
         mfu = flops / self.peak_flops if self.peak_flops else None
+        described = "  ".join(f"{name} {value:.3f}" for name, value in more.items())
+        described = described or f"{totals.bits_per_byte:.3f} bits/byte"
         metrics = {
             "step": step,
             "loss": totals.mean_loss,
-            "bits_per_byte": totals.bits_per_byte,
+            **(more or {"bits_per_byte": totals.bits_per_byte}),
             "grad_norm": totals.grad_norm,
             "lr": lr,
             "tokens": tokens_done(args, step),
@@ -112,12 +114,9 @@ class Recorder(contextlib.AbstractContextManager):
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "memory_bytes": peak_memory(self.world.device),
-        } | more
+        }
         if step in (self.done + 1, args.steps) or step % 10 == 0:
             left = (now - self.started) / (step - self.done) * (args.steps - step)
-            described = f"{totals.bits_per_byte:.3f} bits/byte"
-            if more:
-                described = "  ".join(f"{name} {value:.3f}" for name, value in more.items())
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "

@@ -87,8 +87,8 @@ def loss_of_each_target(
 ) -> Tensor:
     """Return -log p of each target, 0 at IGNORE: [B, T] in float32 or float64.
 
-    It takes the place of `chunked_loss` where the loss is no sum over tokens. What a token's
-    gradient counts is known only in backward, which therefore computes a chunk's logits again."""
+    It is for losses that are no sum over tokens. What a token's gradient counts is known only in
+    backward, which therefore computes a chunk's logits again."""
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = logits_of(hidden, weight)

@@ -137,24 +137,13 @@ class SharedBatch(Batch):
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
-    @property
-    def count(self) -> Tensor:
-        """Return this rank's part of what a step divides by. One rank counts the units."""
-        is_first = self.units is None or self.mesh.get_local_rank() == 0
-        return super().count * is_first
-
-    def loss(self, computed: Tensor) -> Tensor:
-        """Return the loss of what a model's forward returned. All ranks compute an objective of
-        whole sequences, and its gradient for their own tokens; one rank counts it."""
-        loss = super().loss(computed)
-        is_repeated = computed.ndim and self.mesh.get_local_rank() > 0
-        return loss - loss.detach() if is_repeated else loss
-
     def whole_rows(self, losses: Tensor) -> tuple[Tensor, Batch]:
-        """All-gather the losses; in backward a rank keeps the gradient of its own tokens."""
+        """All-gather the losses. All ranks compute the objective, and count its units, so that in
+        backward a reduce-scatter sums as many equal gradients."""
         parts = DTensor.from_local(losses[None], self.mesh, [Shard(0)], run_check=False)
-        losses = whole_sequences(parts.full_tensor()[..., None, None])[..., 0, 0]  # [B, T]
-        return losses, replace(self, targets=self.all_targets, positions=self.all_positions)
+        parts = parts.full_tensor(grad_placements=[Partial()])[..., None, None]
+        whole = replace(self, targets=self.all_targets, positions=self.all_positions)
+        return whole_sequences(parts)[..., 0, 0], whole  # [B, T]
 
     @property
     def documents(self) -> SharedSequences:

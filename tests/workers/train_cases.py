@@ -207,7 +207,8 @@ def train(process, case: dict) -> dict:
             (batch,) = task.prepare([step], [batch])
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
-        rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+        repeats = world.parallel.cp if task else 1  # ranks along cp count the same pairs
+        rows.append((totals.mean_loss, totals.tokens / repeats, totals.grad_norm))
         rows[-1] += tuple(task.metrics().values()) if task else ()
     if isinstance(task, DPO):
         rows.append(tuple(task.validate()[0].values()))
