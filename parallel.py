@@ -342,6 +342,11 @@ def finish_step(optimizer: torch.optim.Optimizer, world: World, step: int) -> No
     diloco.outer_step(optimizer, world, step)
 
 
+def return_each_loss(model: Llama) -> None:
+    """Let forward return the loss of each target [B, T] in place of their sum."""
+    model.loss = chunked_loss.loss_of_each_target
+
+
 @contextlib.contextmanager
 def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     """Within this context FSDP all-gathers weights once, at their first use, and frees them at the

@@ -37,17 +37,15 @@ from torch import Tensor
 import evaluate
 from finetune_lora import fine_tune, prepare
 from lora import adapters_off
-from plumbing.devices import widest_float
+from parallel import return_each_loss
 from plumbing.parser import Parser, positive_float
 from plumbing.processes import UserError, run
 from runs import setup
 from runs.flags import add_finetuning_flags, complete_finetuning
-from techniques.chunked_loss import loss_of_each_target
 from text.batch import Batch
 from text.pairs import Pairs, open_pairs
 
-# The loss of a pair by name, given the margin, which is the reward of the chosen answer minus that
-# of the rejected one, and beta.
+# The loss of a pair, given its margin, the reward of the chosen answer minus that of the other one.
 LOSSES = {
     "sigmoid": lambda margin, beta: -F.logsigmoid(margin),
     # IPO's margin is to be 1/2, and not as large as possible (Azar et al. 2023, arXiv:2310.12036).
@@ -61,13 +59,11 @@ MEASURED = ("loss", "accuracy", "margin", "chosen", "rejected")
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a Llama on pairs of answers.")
     add_finetuning_flags(parser)
-    add = parser.add_argument_group("preferences").add_argument
     # fmt: off
-    add("--loss", choices=LOSSES, default="sigmoid",
+    parser.add_argument("--loss", choices=LOSSES, default="sigmoid",
         help="sigmoid: DPO's; ipo, which ends at a margin; simpo, without a base")
-    add("--beta", type=positive_float,
-        help="scale of the rewards: the smaller, the farther a model goes from its base before a "
-             "pair counts as learned (default: 0.1, with simpo 2)")
+    parser.add_argument("--beta", type=positive_float, help="scale of the rewards: the smaller, "
+        "the farther a model goes from its base (default: 0.1, with simpo 2)")
     # fmt: on
     parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
     args = complete_finetuning(parser.parse_args(), "dpo")
@@ -91,13 +87,10 @@ class DPO(evaluate.Task):
 
     def __init__(self, args: argparse.Namespace, job: setup.Job, world, *others):
         super().__init__(args, job, world, *others)
-        self.model.loss = loss_of_each_target
-        # Sums of what is MEASURED, and the number of pairs, since the last call of `means`.
-        wide = dict(dtype=widest_float(world.device), device=world.device)
-        self.sums = torch.zeros(len(MEASURED) + 1, **wide)
+        return_each_loss(self.model)
+        self.sums = torch.zeros(len(MEASURED) + 1, device=world.device)  # and the number of pairs
         if args.all_weights and args.loss != "simpo":
-            for dataset in (job.train_set, job.val_set):
-                self.keep_reference(dataset)
+            self.keep_reference(job.train_set), self.keep_reference(job.val_set)
 
     def prepare(self, steps: Iterable[int], batches: Iterator[Batch]) -> Iterator[Batch]:
         return map(self.with_reference, batches)
@@ -122,15 +115,16 @@ class DPO(evaluate.Task):
     @torch.no_grad()
     def keep_reference(self, dataset: Pairs) -> None:
         """Compute the base's log p of all pairs: its weights are there before the first step."""
-        world, parallel = self.world, self.world.parallel
-        rows = range(len(dataset))
+        rows, world = range(len(dataset)), self.world
         padded = math.ceil(len(rows) / world.data_size) * world.data_size
-        log_p = self.sums.new_zeros(padded, *dataset.reference_log_p.shape[1:])
+        wide = torch.promote_types(world.parallel.dtype, torch.float32)
+        shape = padded, *dataset.reference_log_p.shape[1:]
+        log_p = torch.zeros(shape, dtype=wide, device=world.device)
         for my_rows, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[my_rows] = self.log_p(batch).to(log_p)
         if world.size > 1:
-            dist.all_reduce(log_p)
-        dataset.reference_log_p = (log_p[: len(rows)] / (parallel.tp * parallel.cp)).cpu()
+            dist.all_reduce(log_p, dist.ReduceOp.MIN)  # of those, and of the others' zeros
+        dataset.reference_log_p = log_p.cpu()
 
     def __call__(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's pairs, given the losses of targets [B, T]."""
@@ -152,8 +146,7 @@ class DPO(evaluate.Task):
         return {name: value / max(pairs, 1) for name, value in zip(MEASURED, sums)}
 
     def metrics(self) -> dict[str, float]:
-        means = self.means()
-        return {name: means[name] for name in MEASURED[1:]}
+        return {name: mean for name, mean in self.means().items() if name != "loss"}
 
     @torch.no_grad()
     def validate(self) -> tuple[dict[str, float], str]:

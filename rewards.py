@@ -40,6 +40,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import evaluate
@@ -47,12 +48,11 @@ from data import tokens_done, window_of
 from finetune_lora import fine_tune, prepare
 from generate import check_length, generate
 from model import IGNORE
-from parallel import unsharded
+from parallel import return_each_loss, unsharded
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from runs import setup
 from runs.flags import add_finetuning_flags, complete_finetuning
-from techniques.chunked_loss import loss_of_each_target
 from text.batch import Batch
 from text.chat import Rows, encode_prompt
 from text.conversations import files_of
@@ -144,14 +144,6 @@ class Answers(Rows):
         return replace(batch, given=given, units=is_answer.any(1))
 
 
-def load_reward(path: Path) -> Callable[..., float]:
-    """Return the function of a --reward file."""
-    try:
-        return runpy.run_path(str(path))["reward"]
-    except Exception as error:
-        raise UserError(f"--reward {path} has no function reward: {error!r:.200}")
-
-
 # --------------------------------------------------------------------------------------- the task
 
 
@@ -162,10 +154,11 @@ class GRPO(evaluate.Task):
         super().__init__(args, job, world, *others)
         if world.parallel.shard > 1 and self.gathered is contextlib.nullcontext:
             told = "sampling needs all weights on each rank, and they do not fit"
-            raise UserError(f"{told}: give a larger --tp, or --base-bits 4")
-        self.model.loss, self.reward = loss_of_each_target, reward
+            raise UserError(f"{told}: give a larger --tp")
+        return_each_loss(self.model)
         self.sample_text = lambda step: self.shown
-        self.measured, self.gap = {}, torch.zeros((), device=world.device)
+        self.reward, self.failure, self.measured = reward, "", {}
+        self.gap = torch.zeros((), device=world.device)
 
     def prepare(self, steps: Iterable[int], batches: Iterator[Batch]) -> Iterator[Batch]:
         return map(self.answered, steps)  # no batch can be read ahead
@@ -175,19 +168,18 @@ class GRPO(evaluate.Task):
         args, world, found = self.args, self.world, self.job.train_set.found
         share, started = args.batch // world.data_size, time.perf_counter()
         first = tokens_done(args, step - 1) // args.seq_len + world.data_rank * share
-        numbers = range(first, first + share)
+        numbers = range(first, first + share)  # of the run's answers
         asked = [found[window_of(n // args.group, len(found), args.seed)] for n in numbers]
         answers, log_p = self.sample(asked, numbers)
-        seconds = time.perf_counter() - started
-        ends = [answer[-1] in self.job.tokenizer.stop for answer in answers]
-        lengths = [len(answer) for answer in answers]
+        seconds, stop = time.perf_counter() - started, self.job.tokenizer.stop
+        ends, lengths = [a[-1] in stop for a in answers], [len(a) for a in answers]
         rewards, ends, lengths = self.gather(self.score(asked, answers), ends, lengths)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         mixed = (groups != groups[:, :1]).any(1).double()
         measured = dict(reward=rewards, mixed=mixed, end=ends, length=lengths)
-        self.measured = {name: values.mean().item() for name, values in measured.items()}
-        self.measured["sampling_seconds"] = seconds
+        measured = {name: values.mean().item() for name, values in measured.items()}
+        self.measured = measured | {"sampling_seconds": seconds}
         own = advantages[world.data_rank * share :][:share]
         rows = Answers([ids for _, ids in asked], answers, log_p, own, self.job.tokenizer)
         return replace(evaluate.batch_of(rows, range(share), world), objective=self)
@@ -228,7 +220,10 @@ class GRPO(evaluate.Task):
         Of ranks that have the same answers the first is heard: a reward may be random."""
         rows = self.world.all_gather_scalars([self.world.data_rank, *chain(*columns)]).cpu()
         if rows.isnan().any():
-            raise UserError(f"{self.args.reward}: {getattr(self, 'failure', 'see another rank')}")
+            failures = [self.failure] * self.world.size
+            if self.world.size > 1:
+                dist.all_gather_object(failures, self.failure)
+            raise UserError(f"{self.args.reward}: {max(failures)}")
         first = [rows[:, 0].tolist().index(rank) for rank in range(self.world.data_size)]
         return rows[first, 1:].unflatten(1, (len(columns), -1)).transpose(0, 1).flatten(1)
 
@@ -265,7 +260,11 @@ class GRPO(evaluate.Task):
 
 def main() -> None:
     args = parse_args()
-    process, reward = setup.setup(args), load_reward(args.reward)
+    process = setup.setup(args)
+    try:
+        reward = runpy.run_path(str(args.reward))["reward"]
+    except Exception as error:
+        raise UserError(f"--reward {args.reward} has no function reward: {error!r:.200}")
     job, examples = prepare(args, process, partial(open_prompts, args=args))
     fine_tune(args, process, job, examples, partial(GRPO, reward))
 

@@ -22,11 +22,10 @@ from checkpoint import write_checkpoint
 from config import ParallelConfig, Work
 from files.formats import hf_name, to_hf_rows
 from model import IGNORE, LlamaConfig
-from parallel import with_mesh
+from parallel import return_each_loss, with_mesh
 from plumbing.processes import UserError, init_distributed
 from preferences import DPO
 from rewards import GRPO, Answers
-from techniques.chunked_loss import loss_of_each_target
 from text.corpora import Reading
 from text.pairs import Pairs, encode_pair, open_pairs, pair_of
 
@@ -179,6 +178,7 @@ REWARDS = {
     "no number": ("return float('nan')", "returned nan"),
     "a string": ("return 'good'", "raised ValueError"),
     "nothing": ("", "has no function reward"),
+    "on one rank alone": ("import os; return 1 / int(os.environ.get('RANK') != '1')", "raised"),
 }
 
 
@@ -296,7 +296,7 @@ def test_dpo_is_that_of_trl(tmp_path):
     args = SimpleNamespace(microbatch=2, loss="sigmoid", beta=0.3, all_weights=True)
     job = SimpleNamespace(model=reference, train_set=pairs, val_set=pairs)
     dpo = DPO(args, job, world, Work(reference, world.parallel, 8, 2, 24), None)
-    ours.loss = loss_of_each_target
+    return_each_loss(ours)
     batch = dpo.with_reference(pairs.batch([*range(len(pairs))]))
     total = batch.loss(ours(*batch.inputs, documents=batch.documents)) / 6
     total.backward()

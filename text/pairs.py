@@ -57,22 +57,19 @@ def pair_of(record: dict, where: str) -> Pair:
     return tuple(pair)
 
 
-def docstring_pairs() -> Iterator[tuple[str, str, Pair]]:
-    """Yield (split, module, pair) of the default data, the docstrings. Worse than a function's own
-    are its words in disorder, and the one of the function before it."""
-    before = ""
-    for i, (split, module, (question, answer)) in enumerate(docstrings()):
-        words = answer["content"].split()
-        worse = before if i % 2 else " ".join(random.Random(i).sample(words, len(words)))
-        before = answer["content"]
-        if worse != before:
-            yield split, module, ([question, answer], [question, answer | {"content": worse}])
-
-
 def read_pairs(data: list[str], reading: Reading) -> Iterator[tuple[str, str, Pair]]:
-    """Yield (split, where, pair) for each pair of --data. Lines of files are held out by a hash."""
+    """Yield (split, where, pair) for each pair of --data. Lines of files are held out by a hash.
+
+    The default data are docstrings. Worse than a function's own are its words in disorder, and the
+    docstring of the function before it."""
     if data == ["python"] and not Path("python").exists():
-        yield from docstring_pairs()
+        before = ""
+        for i, (split, module, (question, answer)) in enumerate(docstrings()):
+            words = answer["content"].split()
+            worse = before if i % 2 else " ".join(random.Random(i).sample(words, len(words)))
+            before = answer["content"]
+            if worse != before:
+                yield split, module, ([question, answer], [question, answer | {"content": worse}])
         return
     for file in files_of(data, PAIRS):
         for number, where, record in read_records(file, PAIRS, reading):
