@@ -48,7 +48,7 @@ from data import tokens_done, window_of
 from finetune_lora import fine_tune, prepare
 from generate import check_length, generate
 from model import IGNORE
-from parallel import return_each_loss, unsharded
+from parallel import return_each_loss, unsharded, used_techniques
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from runs import setup
@@ -155,6 +155,8 @@ class GRPO(evaluate.Task):
         if world.parallel.shard > 1 and self.gathered is contextlib.nullcontext:
             told = "sampling needs all weights on each rank, and they do not fit"
             raise UserError(f"{told}: give a larger --tp")
+        if any(technique.gain != 1 for technique in used_techniques(world.parallel)):
+            raise UserError("products in 8 bits are no sampler's: leave them out")
         return_each_loss(self.model)
         self.sample_text = lambda step: self.shown
         self.reward, self.failure, self.measured = reward, "", {}

@@ -83,6 +83,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
         raise UserError("without adapters, 4 bits have no effect")
     if drawn["objective"] != "tokens" and drawn["packed"] != (drawn["objective"] == "preferences"):
         raise UserError("pairs share rows, and sampled answers do not")
+    if drawn["objective"] == "rewards" and float8:
+        raise UserError("answers have any number of tokens")
     if drawn["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
     if cp > 1 and (float8 or drawn["moments"] == "bfloat16"):
