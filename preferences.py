@@ -68,6 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
     args = complete_finetuning(parser.parse_args(), "dpo")
     args.beta = args.beta or (2.0 if args.loss == "simpo" else 0.1)
+    args.references = int(args.loss != "simpo" and not args.all_weights)  # forwards of a step
     if args.dropout or args.train_on_prompt:
         raise UserError("--dropout is noise in rewards, --train-on-prompt adds 0: leave them out")
     return args
@@ -97,10 +98,10 @@ class DPO(evaluate.Task):
 
     def with_reference(self, batch: Batch) -> Batch:
         """Return a batch with its objective, and with the base's log p of each answer."""
-        if self.args.all_weights or self.args.loss == "simpo":
-            return replace(batch, objective=self)
-        with adapters_off(self.model):
-            return replace(batch, objective=self, given=self.log_p(batch))
+        if self.args.references:
+            with adapters_off(self.model):
+                batch = replace(batch, given=self.log_p(batch))
+        return replace(batch, objective=self)
 
     def log_p(self, batch: Batch) -> Tensor:
         """Return log p of each answer, [B, pairs of a row, 2]. The last stage of a pipeline alone

@@ -138,8 +138,10 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     trained = [entry for entry in shapes_on_rank(part, "", p.tp) if entry[0].requires_grad]
     times = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
     if p.strategy.uses_fsdp:
-        # The root is gathered once a microbatch (in a pipeline once a step), a block twice.
-        for unit, uses in zip(units(part, p, p.shard), (m if p.pp == 1 else 1, 2 * m)):
+        # The root is gathered once a microbatch (in a pipeline once a step), a block twice; for a
+        # reference before the step a block once more.
+        of_block = (2 + work.references) * m
+        for unit, uses in zip(units(part, p, p.shard), (m if p.pp == 1 else 1, of_block)):
             uses = 1 if p.reshard == "none" else uses
             yield "shard", "all-gather", unit.copies * uses, unit.gathered
             yield "shard", "reduce-scatter", unit.copies * times, unit.trained * g
@@ -161,18 +163,21 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     """Yield such entries for the residual stream over tp and pp, and for k and v over cp."""
     c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
-    w, again = p.weight_bytes, p.checkpointing != "none"
+    w, again, more = p.weight_bytes, p.checkpointing != "none", work.references
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
-    yield "cp", "all-gather", m * L * (1 + again), kv
+    yield "cp", "all-gather", m * L * (1 + again + more), kv
     yield "cp", "reduce-scatter", m * L, kv
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
     ends = int(pp_rank == 0) + int(part.output is not None)  # the tied copy embeds nothing
-    yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
-    yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
+    gathers = 4 * L + 2 * L * again + ends + more * (2 * L + (part.output is not None))
+    scatters = 4 * L + L * (p.checkpointing == "full") + ends + more * (2 * L + int(pp_rank == 0))
+    yield "tp", "all-gather", m * gathers, p.tp * share
+    yield "tp", "reduce-scatter", m * scatters, p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
         yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
     neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of all its stages
+    neighbours += more * (p.stages_per_rank - (pp_rank == p.pp - 1))
     yield "pp", "send", m * neighbours, share
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         rows = elements(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)[0] // p.shard

@@ -69,6 +69,7 @@ def requested_work(
         args.seq_len,
         document=args.seq_len if packed else 0,
         on_gpu=process.device.type == "cuda",
+        references=getattr(args, "references", 0),
     )
 
 

@@ -294,6 +294,7 @@ def test_dpo_is_that_of_trl(tmp_path):
     pairs = Pairs(samples, 24, NO_TOKENIZER)
     world = with_mesh(init_distributed(), ParallelConfig(dtype=torch.float64))
     args = SimpleNamespace(microbatch=2, loss="sigmoid", beta=0.3, all_weights=True)
+    args.references = 0
     job = SimpleNamespace(model=reference, train_set=pairs, val_set=pairs)
     dpo = DPO(args, job, world, Work(reference, world.parallel, 8, 2, 24), None)
     return_each_loss(ours)

@@ -102,6 +102,7 @@ def make_task(case: dict, model: Llama, world, work: Work, data) -> evaluate.Tas
     """Return the task of a case, whose batches have an objective."""
     args = SimpleNamespace(microbatch=work.microbatch, loss="sigmoid", beta=0.3, dtype="bfloat16")
     args.all_weights, args.eval_windows = "lora" not in case, 99
+    args.references = int("lora" in case)
     job = SimpleNamespace(model=model, train_set=data, val_set=data)
     make = DPO if case["objective"] == "preferences" else partial(GRPO, None)
     return make(args, job, world, work, None)
