@@ -84,7 +84,7 @@ def sums_of_answers(x: Tensor, batch: Batch) -> Tensor:
 
 
 class DPO(evaluate.Task):
-    """To prefer the chosen answers. It is the objective of its batches."""
+    """To prefer the chosen answers. It is the objective of its batches. labs/preferences."""
 
     def __init__(self, args: argparse.Namespace, job: setup.Job, world, *others):
         super().__init__(args, job, world, *others)
