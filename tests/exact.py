@@ -20,6 +20,7 @@ from workers.train_cases import (
     build,
     initialize,
     packed_pairs,
+    scored_answers,
 )
 
 from config import ParallelConfig, Work
@@ -139,14 +140,31 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
         return sum(logits[i - 1].log_softmax(0)[ids[i]] for i, on in enumerate(is_target) if on)
 
     ours, theirs = (torch.stack([log_p(w, *s) for s in samples]) for w in (weights, base))
-    chosen, rejected = (BETA * (ours - theirs)).view(-1, 2).T
+    gains = ours - theirs
+    if loss == "simpo":
+        gains = ours / torch.tensor([sum(is_target) for _, is_target in samples])
+    chosen, rejected = (BETA * gains).view(-1, 2).T
     margin = chosen - rejected
     losses = {
         "sigmoid": (1 + (-margin).exp()).log(),
         "ipo": (margin / BETA - 0.5 / BETA) ** 2,
+        "simpo": (1 + (0.5 - margin).exp()).log(),
     }
     measures = (margin > 0).double(), margin, chosen, rejected
     return losses[loss].mean(), len(margin), tuple(each.mean().item() for each in measures)
+
+
+def plain_rewards(bare: Llama, weights: dict) -> tuple:
+    """Return the mean loss of scored_answers, a token at a time, their number, and the largest
+    difference between the sampler's log p and ours."""
+    answers, total, gap = scored_answers(), 0, 0
+    for (ids, is_target), old, advantage in zip(answers.samples, answers.log_p, answers.advantages):
+        given = {"tokens": torch.tensor([ids[:-1]])}
+        log_p = torch.func.functional_call(bare, weights, (), given)[0].log_softmax(-1)
+        for n, i in enumerate(i for i, on in enumerate(is_target) if on):
+            log_ratio = log_p[i - 1, ids[i]] - old[n]
+            total, gap = total - log_ratio.exp() * advantage, max(gap, abs(log_ratio.item()))
+    return total / len(answers), len(answers), (gap,)
 
 
 @functools.cache
@@ -154,9 +172,9 @@ def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
     `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
-    optimizer and preferences. Where it has adapters, a model without any computes with the
+    optimizer and objective. Where it has adapters, a model without any computes with the
     effective_weights."""
-    config, packed, lora, own_loss, seq, optimizer_name, preferences = json.loads(key)
+    config, packed, lora, own_loss, seq, optimizer_name, objective = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -167,10 +185,15 @@ def plain_training(key: str) -> dict:
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     excess = with_dense_experts(bare)
     base = effective_weights(model, lora, with_adapters=False)
+    base = {name: weight.detach().clone() for name, weight in base.items()}
     for step in range(STEPS):
         weights = effective_weights(model, lora)
-        if preferences:
-            pairs = partial(plain_preferences, preferences, bare, weights, base)
+        if objective == "rewards":
+            loss, count, measures = plain_rewards(bare, weights)
+            row, gradients = plain_update(loss, count, trainable, optimizer)
+            row += measures
+        elif objective:
+            pairs = partial(plain_preferences, objective, bare, weights, base)
             if step == 0:  # evaluation comes before
                 loss, _, measures = pairs(range(BATCH + 1))
                 rows.append((loss.item(), *measures))
@@ -322,7 +345,7 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
     predictions are further off: tests/test_page.py has them. A loss of one's own may send more."""
-    if "lora" in case or "own_loss" in case:
+    if case.keys() & {"lora", "own_loss", "objective"}:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -356,7 +379,7 @@ def assert_trained(result: dict, case: dict, reference: dict | None = None) -> N
     """Assert that a case has trained as plain PyTorch does, or as a `reference`."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
-    key += [case.get("seq", SEQ), optimizer, case.get("preferences")]
+    key += [case.get("seq", SEQ), optimizer, case.get("objective")]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
@@ -374,6 +397,6 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     if compiled:  # all blocks share a graph; with LoRA the first has another
         graphs = 2 if "lora" in case else 1  # since its input needs no gradient
         assert not result["breaks"]
-        assert result["graphs"]["unique_graphs"] == graphs or "preferences" in case
+        assert result["graphs"]["unique_graphs"] == graphs or "objective" in case
     else:
         assert_traffic(result, case, nproc)

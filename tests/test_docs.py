@@ -28,8 +28,8 @@ from model import LlamaConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = "train finetune_lora preferences generate evaluate bench data checkpoint report".split()
-SCRIPTS = [f"{name}.py" for name in SCRIPTS]
+SCRIPTS = "train finetune_lora preferences rewards generate evaluate bench data checkpoint report"
+SCRIPTS = [f"{name}.py" for name in SCRIPTS.split()]
 # Not the project's, mostly not installed. .ci/run runs pip, pytest; test_changes.py git apply.
 OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval".split()
 
@@ -102,7 +102,7 @@ def test_a_script_takes_the_flags(command):
     assert (ROOT / command.script).exists()
     if command.script in SCRIPTS:
         args = parsed_by(command.script, *command.arguments)
-    if command.script in ("train.py", "finetune_lora.py", "preferences.py"):
+    if command.script in ("train.py", "finetune_lora.py", "preferences.py", "rewards.py"):
         nodes = dict(zip(command.launcher[::2], command.launcher[1::2])).get("--nnodes", "1")
         for n in map(int, nodes.split(":")):
             ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)

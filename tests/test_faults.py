@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import changed_copy, with_fault
-from test_exact import QUICK, assert_result, slower_cases, train_all, train_references
+from test_exact import LOSSES, QUICK, assert_result, slower_cases, train_all, train_references
 
 FAULTS = {
     "parallel": [
@@ -98,7 +98,7 @@ USES = {  # file -> whether a case of exact.py uses it; where it is not listed, 
     "pipeline": lambda parallel, **_: parallel["pp"] > 1,
     "async_tp": lambda parallel, **_: parallel["async_tp"],
     "optimizers": lambda parallel, **_: parallel["optimizer"] == "muon",
-    "preferences": lambda parallel, **case: "preferences" in case,
+    "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
 }
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 

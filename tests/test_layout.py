@@ -15,7 +15,7 @@ from plumbing.processes import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora preferences evaluate generate
+train finetune_lora preferences rewards evaluate generate
 runs
 checkpoint
 costs
@@ -106,10 +106,8 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = (
-        "bench report train finetune_lora preferences evaluate generate checkpoint data config"
-    )
-    doors = [*scripts.split(), "runs", "plumbing"]
+    scripts = "bench report train finetune_lora preferences rewards evaluate generate checkpoint"
+    doors = [*scripts.split(), "data", "config", "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
     assert [name for name, path in inner.items() if "argparse" in path.read_text()] == []
@@ -138,9 +136,8 @@ def test_flags_are_at_most_100(monkeypatch):
         return add_argument(parser, *names, **options)
 
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", collect)
-    for (
-        name
-    ) in "train finetune_lora preferences generate evaluate report bench data checkpoint".split():
+    scripts = "train finetune_lora preferences rewards generate evaluate report bench data"
+    for name in [*scripts.split(), "checkpoint"]:
         with contextlib.suppress(UserError):  # some ask for more
             parsed_by(f"{name}.py")
     assert {"--compile", "--rank", "--gpus", "--system", "--val-fraction", "--format"} <= flags

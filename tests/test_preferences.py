@@ -154,9 +154,9 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
         prompt = chosen[1].index(True)
         rejected[0][:prompt] = chosen[0][:prompt]
     data = Packed(samples, 26, old.tokenizer, together=2)
-    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid")
+    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid", references=1)
     task = Preferences(args, SimpleNamespace(model=model), None, None, None)
-    batch = task.prepare(1, data.batch([*range(len(data))]))
+    batch = task.prepare(data.batch([*range(len(data))]))
     parts = batch.microbatches(3)
     loss = sum(p.loss(model(*p.inputs, documents=p.documents)) for p in parts) / batch.count()
     loss.backward()

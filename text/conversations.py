@@ -248,9 +248,15 @@ def conversations(
     if data == ["python"] and not Path("python").exists():
         yield from (default or docstrings)()
         return
+    for file in files_of(data, LINE_FORMATS):
+        yield from read_conversations(file, reading, parse)
+
+
+def files_of(data: list[str], expected: str) -> Iterator[Path]:
+    """Yield the files of --data, and those inside its directories. Raise UserError, which asks for
+    lines like `expected`, where a directory has none."""
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
-            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
-        for file in files:
-            yield from read_conversations(file, reading, parse)
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {expected}")
+        yield from files
