@@ -127,17 +127,12 @@ def shared_batches(
     last batch is padded with rows without targets."""
     shares = world.data_size
     padded_rows = [*rows, *[None] * (-len(rows) % shares)]
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, "evaluating")):
         mine = slice(start, start + microbatch * shares, shares)
-        yield mine, batch_of(dataset, padded_rows[mine], world)
-
-
-def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
-    """Return this rank's batch of rows that it computes, on its device."""
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
-    return share_sequences(dataset.batch(rows), world).to(world.device)
+        yield mine, share_sequences(dataset.batch(padded_rows[mine]), world).to(world.device)
 
 
 @torch.no_grad()
@@ -224,6 +219,7 @@ class Prediction:
     world: World
     work: Work
     sample_text: Callable[[int], str]
+    before_step = "data"  # what a step waits for: bench.py step times it
 
     @cached_property
     def fits(self) -> bool:

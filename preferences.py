@@ -55,8 +55,6 @@ LOSSES = {
     "sigmoid": lambda margin, beta: -F.logsigmoid(margin),
     # Azar et al. 2023, arXiv:2310.12036: a margin that is large enough is not pulled further.
     "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,
-    # Meng et al. 2024, arXiv:2405.14734: no base, and log p is a mean over an answer's tokens.
-    "simpo": lambda margin, beta: -F.logsigmoid(margin - 0.5),
 }
 MEASURED = ("accuracy", "margin", "chosen", "rejected")  # the last two are rewards
 
@@ -65,12 +63,10 @@ def add_flags(parser: Parser) -> None:
     add_finetuning_flags(parser)
     # fmt: off
     add = parser.add_argument_group("preferences").add_argument
-    add("--beta", type=positive_float,
-        help="factor of rewards: a small one lets the model go further from the base (default: "
-             "0.1, for simpo 2)")
+    add("--beta", type=positive_float, default=0.1,
+        help="factor of rewards: a small one lets the model go further from the base")
     add("--loss", choices=LOSSES, default="sigmoid",
-        help="of a pair: sigmoid is DPO's, ipo pulls a margin to 1/2 and no further, simpo does "
-             "without the base")
+        help="of a pair: sigmoid is DPO's, ipo pulls a margin to 1/2 and no further")
     # fmt: on
     parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
 
@@ -81,8 +77,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         if getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} would be noise in the rewards of answers: leave it out")
-    args.beta = args.beta or (2.0 if args.loss == "simpo" else 0.1)
-    args.references = int(args.loss != "simpo" and not args.all_weights)  # forwards of a step
+    args.references = int(not args.all_weights)  # forwards by the base in a step
     return args
 
 
@@ -90,10 +85,12 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 class Preferences(evaluate.Prediction):
     """The task of a run: to prefer chosen answers. It is also the objective of its batches."""
 
+    before_step = "reference"
+
     def __post_init__(self):
         self.sums = torch.zeros(2 + len(MEASURED))  # of losses and pairs, and of what is MEASURED
         self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
-        if not self.args.references and self.args.loss != "simpo":
+        if not self.args.references:
             self.keep_base(self.job.train_set)
             self.keep_base(self.job.val_set)
 
@@ -132,10 +129,7 @@ class Preferences(evaluate.Prediction):
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of pairs; add up what is measured. `losses` is -log p of
         each target, [B, T]."""
-        gains = -losses if batch.given is None else -losses - batch.given
-        rewards = self.args.beta * of_answers(gains, batch)  # [B, pairs, 2]
-        if self.args.loss == "simpo":
-            rewards = rewards / targets_of_answers(batch).clamp(min=1)
+        rewards = self.args.beta * of_answers(-losses - batch.given, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
         pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
@@ -173,13 +167,9 @@ def of_answers(x: Tensor, batch: Batch) -> Tensor:
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))
 
 
-def targets_of_answers(batch: Batch) -> Tensor:
-    return of_answers((batch.targets != IGNORE).float(), batch)
-
-
 def are_pairs(batch: Batch) -> Tensor:
     """Return which of the pairs of `of_answers` are no padding: [B, pairs]."""
-    return targets_of_answers(batch)[..., 0] > 0
+    return of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0
 
 
 SCRIPT = Script(add_flags, complete, partial(open_conversations, read=pairs), Preferences)

@@ -6,14 +6,12 @@ r"""Train a Llama from rewards: sample answers, make those likelier that beat th
 
 The data are JSON lines with a "prompt". --reward is a Python file with reward(prompt, answer),
 which returns a number; it is also given the other fields of the line. A step answers --batch /
---group prompts, each --group times:
+--group prompts, each --group times, by the weights as they are, at temperature 1. Its loss is
+summed over tokens, and divided once by the number of answers on all ranks:
 
-    sample      from the weights as they are now, at temperature 1 (generate.py)
-    score       an answer's advantage is its reward minus the mean of its group
-    update      train.py's, with the loss below, summed over tokens and divided by the answers
-
-        ratio = p(token) / p of the sampler         1, since all answers are new
-        loss  = - ratio advantage
+    advantage = reward of the answer - mean reward of its group
+    ratio     = p(token) / p of the sampler                     1, since all answers are new
+    loss      = - ratio advantage
 
 Its gradient is that of the mean reward, times (G - 1) / G. GRPO also divides by an answer's length,
 so that long wrong answers cost little, and by the deviation of its group, so that prompts count
@@ -28,13 +26,14 @@ as others teach nothing; and `end`, the share of answers that end. docs/preferen
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-import functools
 import math
 import runpy
+import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -47,12 +46,13 @@ from data import tokens_done, window_of
 from finetune_lora import Script, finetune
 from generate import check_length, generate
 from model import IGNORE
-from parallel import unsharded, used_techniques
+from parallel import World, unsharded, used_techniques
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
 from techniques.chunked_loss import cross_entropies
+from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Rows, encode_prompt
 from text.conversations import files_of
@@ -86,7 +86,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-@functools.cache
+@cache
 def load_reward(path: Path) -> Callable:
     """Return the function `reward` of a file, which runs once."""
     try:
@@ -98,20 +98,17 @@ def load_reward(path: Path) -> Callable:
 # ---------------------------------------------------------------------------- prompts and answers
 
 
-class Prompts:
-    """Prompts, each of which is to have a group of answers, and the JSON objects they come from."""
+class Prompts(list):
+    """(JSON object, ids) of prompts, each as often as it is to be answered: a data set."""
 
     document_mask = False
 
-    def __init__(self, found: list[tuple[dict, list[int]]], group: int):
-        self.found = found
-        self.sources = [(len(found) * group, 1)]  # as data.Windows has it
-
-    def __len__(self) -> int:
-        return self.sources[0][0]
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        return [(len(self), 1)]  # as data.Windows has it
 
     def checksum(self) -> int:
-        return zlib.crc32(repr(self.found).encode())
+        return zlib.crc32(repr(self).encode())
 
 
 def open_prompts(
@@ -119,45 +116,42 @@ def open_prompts(
 ) -> tuple[Prompts, Prompts, list, str]:
     """Return prompts to train on and to evaluate on, no examples, and a line that counts them. Held
     out are those of --val-data, or some by a hash; where there are few, none."""
-    found, expected = {"train": [], "val": []}, '{"prompt": "..."}'
-    sources = [(args.data, "train" if args.val_data else None), (args.val_data or [], "val")]
-    for source, wanted in sources:
-        for file in files_of(source, expected):
+    splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
+    for data, wanted in (args.data, "train" if args.val_data else None), (args.val_data, "val"):
+        for file in files_of(data or [], expected):
             for number, where, record in read_records(file, expected, reading):
                 with reading.one(where):
                     text = check_string(record.get("prompt"), f'{where}: "prompt" is')
                     if "answer" in record:
-                        problem = 'has an "answer", which is the model\'s to give'
-                        raise UserError(f"{where} {problem}: rename the field")
+                        raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
                     ids = tokenizer.encode(text, bos=True)
                     if args.chat:
                         ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
                     check_length(len(ids), args.max_new_tokens, args.seq_len)
                     split = wanted or split_of(f"{document_name(file)}:{number}")
-                    found[split].append((record, ids))
-    train, val = found["train"], found["val"] or found["train"]
-    if not train:
+                    splits[split].append((record, ids))
+    if not splits["train"]:
         raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
+    train, val = splits["train"], splits["val"] or splits["train"]
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Prompts(train, args.group), Prompts(val, args.group), [], summary
+    return Prompts(each for each in train for _ in range(args.group)), Prompts(val), [], summary
 
 
-class Answers(Rows):
-    """A row for each prompt with its answer, whose tokens are the targets. A batch is `given` the
-    advantage and the sampler's log p of each target: [B, T, 2]."""
-
-    def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
-        samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-        super().__init__(samples, tokenizer)
-        self.log_p, self.advantages = log_p.cpu(), advantages.to(log_p.dtype)
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        batch = super().batch(indices)
-        is_answer = batch.targets != IGNORE
-        given = self.log_p.new_zeros(*is_answer.shape, 2)
-        for i, row, at in zip(indices, given, is_answer):
-            row[at, 0], row[at, 1] = self.advantages[i], self.log_p[i, : at.sum()]
-        return replace(batch, given=given)
+def batch_of_answers(
+    prompts: list, answers: list, log_p: Tensor, advantages: Tensor, tokenizer, world: World
+) -> Batch:
+    """Return a batch with a row for each prompt and its answer, whose tokens are the targets. Each
+    is `given` the advantage of its answer and the sampler's log p: [B, T, 2]."""
+    samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+    rows = Rows(samples, tokenizer)
+    rows.multiple = 2 * world.parallel.cp * world.parallel.tp  # these ranks share the tokens
+    batch = rows.batch(range(len(rows)))
+    lengths = torch.tensor([len(answer) for answer in answers])
+    of_answers = log_p.cpu()[torch.arange(log_p.shape[1]) < lengths[:, None]]  # [targets]
+    advantages = advantages.to(of_answers).repeat_interleave(lengths)
+    given = of_answers.new_zeros(*batch.targets.shape, 2)
+    given[batch.targets != IGNORE] = torch.stack([advantages, of_answers], 1)
+    return share_sequences(replace(batch, given=given), world).to(world.device)
 
 
 # --------------------------------------------------------------------------------------- the task
@@ -167,6 +161,8 @@ class Answers(Rows):
 class Rewards(evaluate.Prediction):
     """The task of a run: to give answers with high rewards. It is the objective of its batches."""
 
+    before_step = "sampling"
+
     def __post_init__(self):
         if self.world.parallel.shard > 1 and not self.fits:
             problem = "sampling needs all weights on each rank, and they do not fit"
@@ -174,42 +170,57 @@ class Rewards(evaluate.Prediction):
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
             raise UserError("the sampler has no products in 8 bits: leave out --float8")
         self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
-        self.reward, self.failure, self.measured = load_reward(self.args.reward), "", {}
         self.sample_text = lambda step: self.shown
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Yield this rank's answers of each step. No step can be read ahead."""
-        for step in steps:
-            yield self.answered(step)
+        yield from map(self.answered, steps)  # none can be read ahead
 
     def answered(self, step: int) -> Batch:
         """Return this rank's share of a step's answers, with their advantages."""
-        args, world, found = self.args, self.world, self.job.train_set.found
-        share, started = args.batch // world.data_size, time.perf_counter()
-        first = tokens_done(args, step - 1) // args.seq_len + world.data_rank * share
-        numbers = range(first, first + share)  # of the run's answers
-        asked = [found[window_of(n // args.group, len(found), args.seed)] for n in numbers]
-        answers, log_p = self.sample(asked, numbers)
-        seconds, stop = time.perf_counter() - started, self.job.tokenizer.stop
-        ends, lengths = [a[-1] in stop for a in answers], [len(a) for a in answers]
-        rewards, ends, lengths = self.gather(self.score(asked, answers), ends, lengths)
+        args, data, stop = self.args, self.job.train_set, self.job.tokenizer.stop
+        started, first = time.perf_counter(), tokens_done(args, step - 1) // args.seq_len
+        numbers = range(first, first + args.batch)  # of the run's answers
+        n_prompts = len(data) // args.group
+        groups = (window_of(n // args.group, n_prompts, args.seed) for n in numbers)
+        asked = [data[args.group * group] for group in groups]
+        answers, log_p, rewards = self.rewarded(asked, numbers)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-        mixed = (groups != groups[:, :1]).any(1).double()
-        measured = dict(reward=rewards, mixed=mixed, end=ends, length=lengths)
-        self.measured = {name: values.mean().item() for name, values in measured.items()}
-        self.measured |= {"sampling_seconds": seconds, "log_ratio": 0.0}
-        own = advantages[world.data_rank * share :][:share]
-        rows = Answers([ids for _, ids in asked], answers, log_p, own, self.job.tokenizer)
-        return replace(evaluate.batch_of(rows, range(share), world), objective=self)
+        self.measured = {
+            "reward": rewards.mean().item(),
+            "mixed": (groups != groups[:, :1]).any(1).double().mean().item(),
+            "end": statistics.mean(answer[-1] in stop for answer in answers),
+            "length": statistics.mean(map(len, answers)),
+            "sampling_seconds": time.perf_counter() - started,
+            "log_ratio": 0.0,  # until `loss` has compared
+        }
+        own = self.own(len(asked))
+        prompts = [ids for _, ids in asked[own]]
+        given = log_p, advantages[own], self.job.tokenizer, self.world
+        return replace(batch_of_answers(prompts, answers[own], *given), objective=self)
 
-    def sample(self, asked: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
-        """Return an answer to each of some prompts, and log p of its tokens [B, tokens]. They are
-        drawn from the model's own distribution, since that is the one that is trained."""
-        prompts, log_p, model = [ids for _, ids in asked], [], self.job.model
+    def own(self, n: int) -> slice:
+        """Return which of n answers this rank gives."""
+        share = n // self.world.data_size
+        return slice(self.world.data_rank * share, (self.world.data_rank + 1) * share)
+
+    def rewarded(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
+        """Answer prompts, of which each rank has its share. Return all answers, log p of the tokens
+        of its own [B, tokens], and all rewards. Rank 0 rewards, since a reward may be random."""
+        world, own = self.world, self.own(len(asked))
+        answers, log_p = self.sample([ids for _, ids in asked[own]], numbers[own])
+        parts = [(world.data_rank, answers)] * world.size
+        dist.all_gather_object(parts, parts[0])
+        answers = [*chain(*(part for _, part in sorted(dict(parts).items())))]
+        rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
+        return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
+
+    def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
+        """Return an answer to each prompt, and log p of its tokens. They are drawn from the model's
+        own distribution, since that is the one that is trained."""
+        model, log_p, in_training = self.job.model, [], self.job.model.training
         stop, seed = self.job.tokenizer.stop, self.args.seed
         options = dict(stop=stop, seed=seed, numbers=numbers, log_p=log_p)
-        in_training = model.training
         model.eval()
         # Ranks may draw different numbers of tokens, so no forward may gather weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
@@ -218,35 +229,24 @@ class Rewards(evaluate.Prediction):
         return answers, torch.stack(log_p, 1)
 
     def score(self, asked: list, answers: list[list[int]]) -> list[float]:
-        """Return the reward of each answer; NaN where it is no finite number, for all ranks."""
-        rewards = []
-        for (record, _), text in zip(asked, self.texts_of(answers)):
+        """Return the reward of each answer. Raise UserError where it is no finite number."""
+        rewards, reward = [], load_reward(self.args.reward)
+        for (record, _), answer in zip(asked, answers):
+            text = self.text_of(answer)
             try:
-                rewards.append(float(self.reward(**record, answer=text)))
+                rewards.append(float(reward(**record, answer=text)))
                 failure = "" if math.isfinite(rewards[-1]) else f"returned {rewards[-1]}"
             except Exception as error:
                 failure = f"raised {error!r:.200}"
             if failure:
-                self.failure = f"reward({record['prompt']!r:.60}, {text!r:.60}) {failure}"
-                return [math.nan] * len(answers)
+                call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
+                raise UserError(f"{self.args.reward}: {call} {failure}")
         return rewards
 
-    def texts_of(self, answers: list[list[int]]) -> list[str]:
-        """Return the texts of answers. One that does not end is none: it would learn not to."""
-        tokenizer, stop = self.job.tokenizer, self.job.tokenizer.stop
-        return [tokenizer.decode(answer[:-1] if answer[-1] in stop else []) for answer in answers]
-
-    def gather(self, *columns: list[float]) -> Tensor:
-        """Gather columns with a number for each of this rank's answers -> [columns, all answers].
-        Of ranks that have the same answers the first is heard: a reward may be random."""
-        rows = self.world.all_gather_scalars([self.world.data_rank, *chain(*columns)]).cpu()
-        if rows.isnan().any():
-            failures = [self.failure] * self.world.size
-            if self.world.size > 1:
-                dist.all_gather_object(failures, self.failure)
-            raise UserError(f"{self.args.reward}: {max(failures)}")
-        first = [rows[:, 0].tolist().index(rank) for rank in range(self.world.data_size)]
-        return rows[first, 1:].unflatten(1, (len(columns), -1)).transpose(0, 1).flatten(1)
+    def text_of(self, answer: list[int]) -> str:
+        """Return the text of an answer. One that does not end is none: it would learn not to."""
+        tokenizer = self.job.tokenizer
+        return tokenizer.decode(answer[:-1]) if answer[-1] in tokenizer.stop else ""
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's answers, given -log p of targets [B, T]."""
@@ -262,27 +262,26 @@ class Rewards(evaluate.Prediction):
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
-        measured = self.measured
-        if "log_ratio" in measured:
-            gap = self.world.all_gather_scalars([measured["log_ratio"]]).max().item()
+        if "log_ratio" in self.measured:
+            gap = self.world.all_gather_scalars([self.measured["log_ratio"]]).max().item()
             if gap > TOLERANCE[self.args.dtype]:
                 problem = f"log p of a token differs by {gap:.2g} between sampling and training"
                 raise UserError(f"{problem}: model.py computes something else with a cache")
-            measured["log_ratio"] = gap
-        return measured
+            self.measured["log_ratio"] = gap
+        return self.measured
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
-        found, shares = self.job.val_set.found, self.world.data_size
-        limit = min(self.args.eval_windows, len(found))
-        numbers = range(self.world.data_rank, math.ceil(limit / shares) * shares, shares)
-        asked = [found[number % len(found)] for number in numbers]
-        answers, _ = self.sample(asked, [-1 - number for number in numbers])
-        (rewards,) = self.gather(self.score(asked, answers))
-        shown = zip(asked[: evaluate.SHOWN], self.texts_of(answers))
-        self.shown = "\n".join(f"--- {record['prompt']}{text}" for (record, _), text in shown)
+        data, shares = self.job.val_set, self.world.data_size
+        limit = min(self.args.eval_windows, len(data))
+        numbers = range(-1, -1 - math.ceil(limit / shares) * shares, -1)  # no answer of a step
+        asked = [data[(-1 - number) % limit] for number in numbers]  # ranks have equally many
+        answers, _, rewards = self.rewarded(asked, numbers)
+        shown = zip(asked[: evaluate.SHOWN], answers)
+        lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (record, _), answer in shown)
+        self.shown, rewards = "\n".join(lines), rewards[:limit]
         self.measured = {"reward": rewards.mean().item()}
-        return Totals(-rewards.sum().item(), len(rewards), 0)
+        return Totals(-rewards.sum().item(), limit, 0)
 
 
 SCRIPT = Script(add_flags, complete, open_prompts, Rewards)

@@ -140,15 +140,11 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
         return sum(logits[i - 1].log_softmax(0)[ids[i]] for i, on in enumerate(is_target) if on)
 
     ours, theirs = (torch.stack([log_p(w, *s) for s in samples]) for w in (weights, base))
-    gains = ours - theirs
-    if loss == "simpo":
-        gains = ours / torch.tensor([sum(is_target) for _, is_target in samples])
-    chosen, rejected = (BETA * gains).view(-1, 2).T
+    chosen, rejected = (BETA * (ours - theirs)).view(-1, 2).T
     margin = chosen - rejected
     losses = {
         "sigmoid": (1 + (-margin).exp()).log(),
         "ipo": (margin / BETA - 0.5 / BETA) ** 2,
-        "simpo": (1 + (0.5 - margin).exp()).log(),
     }
     measures = (margin > 0).double(), margin, chosen, rejected
     return losses[loss].mean(), len(margin), tuple(each.mean().item() for each in measures)
@@ -157,14 +153,14 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
 def plain_rewards(bare: Llama, weights: dict) -> tuple:
     """Return the mean loss of scored_answers, a token at a time, their number, and the largest
     difference between the sampler's log p and ours."""
-    answers, total, gap = scored_answers(), 0, 0
-    for (ids, is_target), old, advantage in zip(answers.samples, answers.log_p, answers.advantages):
-        given = {"tokens": torch.tensor([ids[:-1]])}
+    total, gap = 0, 0
+    for prompt, answer, old, advantage in zip(*scored_answers()):
+        given = {"tokens": torch.tensor([prompt + answer[:-1]])}
         log_p = torch.func.functional_call(bare, weights, (), given)[0].log_softmax(-1)
-        for n, i in enumerate(i for i, on in enumerate(is_target) if on):
-            log_ratio = log_p[i - 1, ids[i]] - old[n]
+        for now, token, before in zip(log_p[len(prompt) - 1 :], answer, old):
+            log_ratio = now[token] - before
             total, gap = total - log_ratio.exp() * advantage, max(gap, abs(log_ratio.item()))
-    return total / len(answers), len(answers), (gap,)
+    return total / BATCH, BATCH, (gap,)
 
 
 @functools.cache

@@ -181,7 +181,6 @@ QUICK |= {
     for ranks, objective, adapters, values in (
         (1, "sigmoid", "rslora", dict(microbatch=1, checkpointing="full")),
         (1, "ipo", "dora", dict(base_bits=4)),
-        (1, "simpo", "all", {}),
         (1, "rewards", "dora", dict(base_bits=4)),
         (2, "sigmoid", "all", dict(dp="ddp")),
         (2, "sigmoid", "dora", dict(dp="fsdp")),

@@ -34,7 +34,7 @@ from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences
-from rewards import Answers, Rewards
+from rewards import Rewards, batch_of_answers
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
@@ -81,21 +81,20 @@ def packed_pairs() -> Packed:
     return Packed(samples, 24, tokenizer, together=2)
 
 
-def scored_answers() -> Answers:
-    """Return BATCH answers of packed_pairs with advantages, and another sampler's log p."""
+def scored_answers() -> tuple[list, list, torch.Tensor, torch.Tensor]:
+    """Return BATCH prompts of packed_pairs, answers, another sampler's log p, and advantages."""
     samples = packed_pairs().samples[:BATCH]
     prompts = [[i for i, on in zip(*sample) if not on] for sample in samples]
     answers = [[i for i, on in zip(*sample) if on] for sample in samples]
     log_p = torch.linspace(-5, -4, BATCH * 8, dtype=torch.float64).view(BATCH, 8)
-    advantages = torch.linspace(-1, 2, BATCH)
-    return Answers(prompts, answers, log_p, advantages, packed_pairs().tokenizer)
+    return prompts, answers, log_p, torch.linspace(-1, 2, BATCH, dtype=torch.float64)
 
 
 def make_task(case: dict, model: Llama, world, work: Work) -> evaluate.Prediction:
     """Return the task of a case with an objective."""
     loss, microbatch = case["objective"], work.microbatch
     flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
-    flags.references = int("lora" in case and loss != "simpo")
+    flags.references = int("lora" in case)
     flags.dtype, flags.reward = "bfloat16", Path(__file__).parents[2] / "docs/sums.py"
     job = SimpleNamespace(model=model, train_set=packed_pairs(), val_set=packed_pairs())
     make = Rewards if loss == "rewards" else Preferences
@@ -188,16 +187,18 @@ def train(process, case: dict) -> dict:
 
     optimizer.register_step_pre_hook(keep_first_gradients)
     rows, task = [], None  # of each step: mean loss, number of targets, gradient norm, measures
-    own_rows = range(world.data_rank * share, (world.data_rank + 1) * share)
+    own = slice(world.data_rank * share, (world.data_rank + 1) * share)
     if "objective" not in case:
         batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
         batch = share_sequences(batch, world)
     elif isinstance(task := make_task(case, model, world, work), Preferences):
         totals = task.evaluate()
         rows.append((totals.mean_loss, *task.measures(totals).values()))
-        batch = evaluate.batch_of(task.job.train_set, own_rows, world)
+        batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
     else:
-        batch = replace(evaluate.batch_of(scored_answers(), own_rows, world), objective=task)
+        answers = (each[own] for each in scored_answers())
+        batch = batch_of_answers(*answers, packed_pairs().tokenizer, world)
+        batch = replace(batch, objective=task)
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
