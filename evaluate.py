@@ -56,6 +56,7 @@ from runs.records import Totals, described
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4
+from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN, Packed, Rows, open_chats
@@ -99,6 +100,11 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
     return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
 
 
+def return_each_loss(model: Llama) -> None:
+    """Let forward return the loss of each target, [B, T], to a task with its own objective."""
+    model.loss = cross_entropies
+
+
 class Stopped(Exception):
     """Ends an evaluation: some rank has received a signal that asks the run to save and end."""
 
@@ -127,12 +133,17 @@ def shared_batches(
     last batch is padded with rows without targets."""
     shares = world.data_size
     padded_rows = [*rows, *[None] * (-len(rows) % shares)]
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, "evaluating")):
         mine = slice(start, start + microbatch * shares, shares)
-        yield mine, share_sequences(dataset.batch(padded_rows[mine]), world).to(world.device)
+        yield mine, batch_of(dataset, padded_rows[mine], world)
+
+
+def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
+    """Return this rank's tokens of some rows, on its device."""
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
+    return share_sequences(dataset.batch(rows), world).to(world.device)
 
 
 @torch.no_grad()

@@ -45,7 +45,6 @@ from plumbing.parser import Parser, positive_float
 from plumbing.processes import UserError, run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
-from techniques.chunked_loss import cross_entropies
 from text.batch import Batch
 from text.chat import Packed
 from text.pairs import pairs
@@ -89,7 +88,7 @@ class Preferences(evaluate.Prediction):
 
     def __post_init__(self):
         self.sums = torch.zeros(2 + len(MEASURED))  # of losses and pairs, and of what is MEASURED
-        self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
+        evaluate.return_each_loss(self.job.model)  # `loss` makes one of them
         if not self.args.references:
             self.keep_base(self.job.train_set)
             self.keep_base(self.job.val_set)

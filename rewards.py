@@ -46,13 +46,11 @@ from data import tokens_done, window_of
 from finetune_lora import Script, finetune
 from generate import check_length, generate
 from model import IGNORE
-from parallel import World, unsharded, used_techniques
+from parallel import unsharded, used_techniques
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
-from techniques.chunked_loss import cross_entropies
-from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Rows, encode_prompt
 from text.conversations import files_of
@@ -137,21 +135,23 @@ def open_prompts(
     return Prompts(each for each in train for _ in range(args.group)), Prompts(val), [], summary
 
 
-def batch_of_answers(
-    prompts: list, answers: list, log_p: Tensor, advantages: Tensor, tokenizer, world: World
-) -> Batch:
-    """Return a batch with a row for each prompt and its answer, whose tokens are the targets. Each
-    is `given` the advantage of its answer and the sampler's log p: [B, T, 2]."""
-    samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    rows = Rows(samples, tokenizer)
-    rows.multiple = 2 * world.parallel.cp * world.parallel.tp  # these ranks share the tokens
-    batch = rows.batch(range(len(rows)))
-    lengths = torch.tensor([len(answer) for answer in answers])
-    of_answers = log_p.cpu()[torch.arange(log_p.shape[1]) < lengths[:, None]]  # [targets]
-    advantages = advantages.to(of_answers).repeat_interleave(lengths)
-    given = of_answers.new_zeros(*batch.targets.shape, 2)
-    given[batch.targets != IGNORE] = torch.stack([advantages, of_answers], 1)
-    return share_sequences(replace(batch, given=given), world).to(world.device)
+class Answers(Rows):
+    """A row for each prompt with its answer, whose tokens are the targets. Each is `given` the
+    advantage of its answer, the sampler's log p, and whether it is the first: [B, T, 3]."""
+
+    def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
+        samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+        super().__init__(samples, tokenizer)
+        self.log_p, self.advantages = log_p.cpu(), advantages.to(log_p.dtype)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        batch = super().batch(indices)
+        given = self.log_p.new_zeros(*batch.targets.shape, 3)
+        for i, row, is_target in zip(indices, given, batch.targets != IGNORE):
+            row[is_target, 0] = self.advantages[i]
+            row[is_target, 1] = self.log_p[i, : is_target.sum()]
+            row[is_target.nonzero()[0], 2] = 1
+        return replace(batch, given=given)
 
 
 # --------------------------------------------------------------------------------------- the task
@@ -168,8 +168,8 @@ class Rewards(evaluate.Prediction):
             problem = "sampling needs all weights on each rank, and they do not fit"
             raise UserError(f"{problem}: give a larger --tp")
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
-            raise UserError("the sampler has no products in 8 bits: leave out --float8")
-        self.job.model.loss = cross_entropies  # of each target: `loss` makes one of them
+            raise UserError("products in 8 bits would be no sampler's: leave them out")
+        evaluate.return_each_loss(self.job.model)  # `loss` makes one of them
         self.sample_text = lambda step: self.shown
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -196,8 +196,9 @@ class Rewards(evaluate.Prediction):
         }
         own = self.own(len(asked))
         prompts = [ids for _, ids in asked[own]]
-        given = log_p, advantages[own], self.job.tokenizer, self.world
-        return replace(batch_of_answers(prompts, answers[own], *given), objective=self)
+        rows = Answers(prompts, answers[own], log_p, advantages[own], self.job.tokenizer)
+        batch = evaluate.batch_of(rows, range(len(prompts)), self.world)
+        return replace(batch, objective=self)
 
     def own(self, n: int) -> slice:
         """Return which of n answers this rank gives."""
@@ -250,14 +251,14 @@ class Rewards(evaluate.Prediction):
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's answers, given -log p of targets [B, T]."""
-        advantage, log_p = batch.given.unbind(-1)
+        advantage, log_p, _ = batch.given.unbind(-1)
         log_ratio = -losses - log_p  # 0 where there is no target
         gap = log_ratio.detach().abs().max()
         self.measured["log_ratio"] = gap.clamp(min=self.measured["log_ratio"])
         return -(log_ratio.exp() * advantage).sum()
 
-    def count(self, batch: Batch) -> float:
-        return len(batch.tokens) / self.world.parallel.cp  # whose ranks share each answer
+    def count(self, batch: Batch) -> Tensor:
+        return batch.given[..., 2].sum()  # of answers
 
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model

@@ -14,11 +14,8 @@ from test_formats import our_model, stored
 from test_train import as_flags, resumes
 
 from checkpoint import write_checkpoint
-from config import ParallelConfig
 from model import IGNORE
-from parallel import with_mesh
-from plumbing.processes import init_distributed
-from rewards import Rewards, batch_of_answers
+from rewards import Answers, Rewards
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +112,12 @@ def test_an_answer_that_does_not_end_is_none():
     task.job = SimpleNamespace(tokenizer=BYTES)
     answers = [[*b"7", stop], [*b"777"]]
     assert [task.text_of(answer) for answer in answers] == ["7", ""]
-    world = with_mesh(init_distributed(), ParallelConfig(dtype=torch.float64))
     log_p, advantages = -torch.arange(6.0).view(2, 3), torch.tensor([0.5, -0.5])
-    batch = batch_of_answers([[1], [1, 2]], answers, log_p, advantages, BYTES, world)
-    targets = [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"777"]]
-    assert batch.targets[:, :4].tolist() == targets
-    assert batch.given[:, :4, 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
-    assert batch.given[:, :4, 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
+    batch = Answers([[1], [1, 2]], answers, log_p, advantages, BYTES).batch([0, 1])
+    assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"777"]]
+    assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
+    assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
+    assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):

@@ -4,7 +4,7 @@ Of two answers to a prompt one is better. DPO rewards an answer for being likeli
 has it, and trains the model so that the better answer has the higher reward. An answer has many
 tokens, a row has several pairs and some padding, and ranks have different numbers of pairs.
 
-Read: the head of preferences.py, then `DPO` there.
+Read: the head of preferences.py, then `Preferences` there.
 """
 
 import torch

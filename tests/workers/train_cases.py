@@ -34,7 +34,7 @@ from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences
-from rewards import Rewards, batch_of_answers
+from rewards import Answers, Rewards
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
@@ -196,9 +196,8 @@ def train(process, case: dict) -> dict:
         rows.append((totals.mean_loss, *task.measures(totals).values()))
         batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
     else:
-        answers = (each[own] for each in scored_answers())
-        batch = batch_of_answers(*answers, packed_pairs().tokenizer, world)
-        batch = replace(batch, objective=task)
+        answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
+        batch = replace(evaluate.batch_of(answers, range(share), world), objective=task)
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
