@@ -93,8 +93,9 @@ def finetune(script: Script) -> None:
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
     model = out if args.all_weights else f"{base} --adapter {out}"
-    chat_flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
-    print_rank_zero(f"generate:   python generate.py {model} {chat_flags}")
+    model += " --base-bits 4" if args.base_bits == 4 else ""
+    model += " --chat" if getattr(args, "chat", True) else ""  # a flag of rewards.py
+    print_rank_zero(f"generate:   python generate.py {model}")
 
 
 def prepare(
