@@ -108,8 +108,7 @@ class Preferences(evaluate.Prediction):
         dataset.given = log_p.to(torch.promote_types(world.parallel.dtype, torch.float32)).cpu()
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        for batch in super().batches(steps):
-            yield self.prepare(batch)
+        yield from map(self.prepare, super().batches(steps))
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch with this objective, and with the base's log p of each target."""

@@ -30,7 +30,6 @@ import math
 import runpy
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -96,24 +95,12 @@ def load_reward(path: Path) -> Callable:
 # ---------------------------------------------------------------------------- prompts and answers
 
 
-class Prompts(list):
-    """(JSON object, ids) of prompts, each as often as it is to be answered: a data set."""
-
-    document_mask = False
-
-    @property
-    def sources(self) -> list[tuple[int, int]]:
-        return [(len(self), 1)]  # as data.Windows has it
-
-    def checksum(self) -> int:
-        return zlib.crc32(repr(self).encode())
-
-
 def open_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
-) -> tuple[Prompts, Prompts, list, str]:
-    """Return prompts to train on and to evaluate on, no examples, and a line that counts them. Held
-    out are those of --val-data, or some by a hash; where there are few, none."""
+) -> tuple[Rows, Rows, list, str]:
+    """Return prompts to train on, each as often as a step answers it, prompts to evaluate on, no
+    examples, and a line of counts. A sample is (ids, JSON object). --val-data is held out, or some
+    prompts are, by a hash; of a few, none."""
     splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
     for data, wanted in (args.data, "train" if args.val_data else None), (args.val_data, "val"):
         for file in files_of(data or [], expected):
@@ -127,12 +114,13 @@ def open_prompts(
                         ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
                     check_length(len(ids), args.max_new_tokens, args.seq_len)
                     split = wanted or split_of(f"{document_name(file)}:{number}")
-                    splits[split].append((record, ids))
+                    splits[split].append((ids, record))
     if not splits["train"]:
         raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
     train, val = splits["train"], splits["val"] or splits["train"]
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Prompts(each for each in train for _ in range(args.group)), Prompts(val), [], summary
+    train = [each for each in train for _ in range(args.group)]
+    return Rows(train, tokenizer), Rows(val, tokenizer), [], summary
 
 
 class Answers(Rows):
@@ -177,7 +165,7 @@ class Rewards(evaluate.Prediction):
 
     def answered(self, step: int) -> Batch:
         """Return this rank's share of a step's answers, with their advantages."""
-        args, data, stop = self.args, self.job.train_set, self.job.tokenizer.stop
+        args, data, stop = self.args, self.job.train_set.samples, self.job.tokenizer.stop
         started, first = time.perf_counter(), tokens_done(args, step - 1) // args.seq_len
         numbers = range(first, first + args.batch)  # of the run's answers
         n_prompts = len(data) // args.group
@@ -195,10 +183,9 @@ class Rewards(evaluate.Prediction):
             "log_ratio": 0.0,  # until `loss` has compared
         }
         own = self.own(len(asked))
-        prompts = [ids for _, ids in asked[own]]
-        rows = Answers(prompts, answers[own], log_p, advantages[own], self.job.tokenizer)
-        batch = evaluate.batch_of(rows, range(len(prompts)), self.world)
-        return replace(batch, objective=self)
+        given = answers[own], log_p, advantages[own], self.job.tokenizer
+        rows = Answers([ids for ids, _ in asked[own]], *given)
+        return replace(evaluate.batch_of(rows, range(len(rows)), self.world), objective=self)
 
     def own(self, n: int) -> slice:
         """Return which of n answers this rank gives."""
@@ -209,7 +196,7 @@ class Rewards(evaluate.Prediction):
         """Answer prompts, of which each rank has its share. Return all answers, log p of the tokens
         of its own [B, tokens], and all rewards. Rank 0 rewards, since a reward may be random."""
         world, own = self.world, self.own(len(asked))
-        answers, log_p = self.sample([ids for _, ids in asked[own]], numbers[own])
+        answers, log_p = self.sample([ids for ids, _ in asked[own]], numbers[own])
         parts = [(world.data_rank, answers)] * world.size
         dist.all_gather_object(parts, parts[0])
         answers = [*chain(*(part for _, part in sorted(dict(parts).items())))]
@@ -232,16 +219,15 @@ class Rewards(evaluate.Prediction):
     def score(self, asked: list, answers: list[list[int]]) -> list[float]:
         """Return the reward of each answer. Raise UserError where it is no finite number."""
         rewards, reward = [], load_reward(self.args.reward)
-        for (record, _), answer in zip(asked, answers):
+        for (_, record), answer in zip(asked, answers):
             text = self.text_of(answer)
             try:
                 rewards.append(float(reward(**record, answer=text)))
-                failure = "" if math.isfinite(rewards[-1]) else f"returned {rewards[-1]}"
+                if not math.isfinite(rewards[-1]):
+                    raise ValueError(f"it returned {rewards[-1]}")
             except Exception as error:
-                failure = f"raised {error!r:.200}"
-            if failure:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
-                raise UserError(f"{self.args.reward}: {call} {failure}")
+                raise UserError(f"{self.args.reward}: {call} raised {error!r:.200}")
         return rewards
 
     def text_of(self, answer: list[int]) -> str:
@@ -273,13 +259,13 @@ class Rewards(evaluate.Prediction):
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
-        data, shares = self.job.val_set, self.world.data_size
+        data, shares = self.job.val_set.samples, self.world.data_size
         limit = min(self.args.eval_windows, len(data))
         numbers = range(-1, -1 - math.ceil(limit / shares) * shares, -1)  # no answer of a step
         asked = [data[(-1 - number) % limit] for number in numbers]  # ranks have equally many
         answers, _, rewards = self.rewarded(asked, numbers)
         shown = zip(asked[: evaluate.SHOWN], answers)
-        lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (record, _), answer in shown)
+        lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (_, record), answer in shown)
         self.shown, rewards = "\n".join(lines), rewards[:limit]
         self.measured = {"reward": rewards.mean().item()}
         return Totals(-rewards.sum().item(), limit, 0)

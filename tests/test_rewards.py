@@ -61,7 +61,7 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
 
 REWARDS = {
     "raises": ("return 1 / 0", "raised ZeroDivisionError"),
-    "no number": ("return float('nan')", "returned nan"),
+    "no number": ("return float('nan')", "it returned nan"),
     "a string": ("return 'good'", "raised ValueError"),
     "nothing": ("", "has no function reward"),
 }
