@@ -94,7 +94,7 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
     before = p.cumsum(-1) - p  # total probability of all more likely tokens
     p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
     ends = p.to(uniform.dtype).cumsum(-1)  # where each token's share of [0, sum of p) ends
-    choice = torch.searchsorted(ends, uniform[:, None] * ends[:, -1:], right=True)  # [B, 1]
+    choice = torch.searchsorted(ends, uniform[:, None] * ends[:, -1:])  # [B, 1]
     return order.gather(1, choice).squeeze(1)
 
 

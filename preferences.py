@@ -100,8 +100,7 @@ class Preferences(evaluate.Prediction):
         shape = len(rows) + -len(rows) % world.data_size, dataset.seq_len
         log_p = torch.zeros(shape, dtype=widest_float(world.device), device=world.device)
         dataset.given = torch.arange(dataset.seq_len).expand(shape)  # for now, their columns
-        batches = evaluate.shared_batches(dataset, rows, self.args.microbatch, world)
-        for mine, batch in batches:
+        for mine, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[mine].scatter_(1, batch.given, self.log_p(batch).to(log_p))
         if world.size > 1:
             dist.all_reduce(log_p, dist.ReduceOp.MIN)  # 0 is what a rank has not computed

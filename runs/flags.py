@@ -67,8 +67,8 @@ def complete_finetuning(args: argparse.Namespace, what: str = "") -> argparse.Na
     trained for."""
     of_adapters = args.base_bits == 4 or args.merge or args.dropout or args.dora
     if args.all_weights and (of_adapters or args.reshard == "adapters"):
-        what = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters"
-        raise UserError(f"{what}: leave them out, or --all-weights")
+        names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters"
+        raise UserError(f"{names}: leave them out, or --all-weights")
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
