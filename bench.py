@@ -56,11 +56,7 @@ from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 from techniques.optimizers import make_optimizer
 
-SCRIPTS = {  # those that --lora names
-    "finetune_lora": finetune_lora.SCRIPT,
-    "preferences": preferences.SCRIPT,
-    "rewards": rewards.SCRIPT,
-}
+SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
 
 # fmt: off
 

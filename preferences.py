@@ -72,10 +72,8 @@ def add_flags(parser: Parser) -> None:
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     complete_finetuning(args, "dpo")
-    for name in ("dropout", "train_on_prompt"):
-        if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} would be noise in the rewards of answers: leave it out")
+    if args.dropout or args.train_on_prompt:
+        raise UserError("--dropout is noise in rewards, --train-on-prompt adds 0: leave them out")
     args.references = int(not args.all_weights)  # forwards by the base in a step
     return args
 

@@ -187,8 +187,8 @@ def test_bench_plan_knows_the_second_forward(tmp_path):
 
 
 @pytest.mark.parametrize("flag, says", [
-    ("--dropout=0.1", "leave it out"),
-    ("--train-on-prompt", "leave it out"),
+    ("--dropout=0.1", "leave them out"),
+    ("--train-on-prompt", "leave them out"),
     ("--all-weights --dora", "are for adapters"),
 ])  # fmt: skip
 def test_what_would_spoil_rewards_is_refused(tmp_path, flag, says):
