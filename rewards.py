@@ -13,10 +13,11 @@ summed over tokens, and divided once by the number of answers on all ranks:
     ratio     = p(token) / p of the sampler                     1, since all answers are new
     loss      = - ratio advantage
 
-Its gradient is that of the mean reward, times (G - 1) / G. GRPO (Shao et al. 2024, arXiv:2402.03300)
-also divides by an answer's length, so that long wrong answers cost little, and by the deviation of
-its group, so that prompts count most that nearly always or never succeed. Liu et al. 2025 ("Dr.
-GRPO", arXiv:2503.20783) leave out both. A clip acts on answers that are used again: here none is.
+Its gradient is that of the mean reward, times (G - 1) / G. GRPO (Shao et al. 2024,
+arXiv:2402.03300) also divides by an answer's length, so that long wrong answers cost little, and by
+the deviation of its group, so that prompts count most that nearly always or never succeed. Liu et
+al. 2025 ("Dr. GRPO", arXiv:2503.20783) leave out both. A clip acts on answers that are used again,
+and here none is.
 
 The sampler computes p with a cache, token by token, and training at once: a run checks that they
 agree. An answer depends on the seed and its number alone, so a step is the same on any number of
