@@ -1,6 +1,6 @@
 """Write the data of the example in docs/preferences.md, and reward its answers.
 
-python docs/sums.py out/sums            writes out/sums/text.jsonl and out/sums/prompts.jsonl
+python docs/sums.py sums            writes sums/text.jsonl and sums/prompts.jsonl
 """
 
 import json

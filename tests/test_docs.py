@@ -165,7 +165,7 @@ FEW = "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-window
 SMALL = {  # what is appended to the commands
     "train.py": FEW,
     "finetune_lora.py": FEW,
-    "preferences.py": FEW.replace("64", "512"),
+    "preferences.py": FEW.replace("64", "256"),
     "rewards.py": FEW.replace("64", "128"),
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
@@ -195,6 +195,7 @@ def sandbox(tmp_path_factory) -> Path:
     (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
     (directory / "docs/measured").mkdir(parents=True)
     shutil.copy(ROOT / "docs/sums.py", directory / "docs")
+    subprocess.run([sys.executable, "docs/sums.py", "sums"], cwd=directory, check=True)
     (directory / "held_out.txt").write_text("To be scored.\n" * 40)
     question = {"question": "Two?", "choices": ["2", "two"], "answer": 0}
     (directory / "questions.jsonl").write_text(json.dumps(question))

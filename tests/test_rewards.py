@@ -107,14 +107,15 @@ def test_a_group_that_each_rank_normalizes_is_found(given, tmp_path):
 
 
 def test_an_answer_that_does_not_end_is_none():
-    """And the end of another is a target, but no text of it."""
+    """And the end of another is a target, but no text of it. Models may have more ids than there
+    are tokens, and draw them."""
     task, (stop, *_) = Rewards.__new__(Rewards), BYTES.stop
     task.job = SimpleNamespace(tokenizer=BYTES)
-    answers = [[*b"7", stop], [*b"777"]]
+    answers = [[*b"7", stop], [*b"77", 9999]]
     assert [task.text_of(answer) for answer in answers] == ["7", ""]
     log_p, advantages = -torch.arange(6.0).view(2, 3), torch.tensor([0.5, -0.5])
     batch = Answers([[1], [1, 2]], answers, log_p, advantages, BYTES).batch([0, 1])
-    assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"777"]]
+    assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
     assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
     assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
     assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
