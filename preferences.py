@@ -80,7 +80,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 @dataclass
 class Preferences(evaluate.Prediction):
-    """The task of a run: to prefer chosen answers. It is also the objective of its batches."""
+    """The task of a run: to prefer chosen answers. It is also the objective of its batches.
+    labs/preferences writes its loss."""
 
     before_step = "reference"
 

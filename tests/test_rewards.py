@@ -14,7 +14,9 @@ from test_formats import our_model, stored
 from test_train import as_flags, resumes
 
 from checkpoint import write_checkpoint
+from config import ParallelConfig
 from model import IGNORE
+from plumbing.processes import UserError
 from rewards import Answers, Rewards
 
 
@@ -119,6 +121,17 @@ def test_an_answer_that_does_not_end_is_none():
     assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
     assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
     assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("parallel, says", [
+    (dict(dp="fsdp", shard=2), "give a larger --tp"),
+    (dict(float8="rowwise"), "products in 8 bits"),
+])  # fmt: skip
+def test_what_cannot_be_sampled_is_refused(parallel, says):
+    task = Rewards.__new__(Rewards)
+    task.world, task.fits = SimpleNamespace(parallel=ParallelConfig(**parallel)), False
+    with pytest.raises(UserError, match=says):
+        task.__post_init__()
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
