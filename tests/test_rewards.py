@@ -77,6 +77,15 @@ def test_a_reward_that_is_none_ends_in_one_line(given, tmp_path, kind):
     refused(launch(*command(given, tmp_path / "out", **more), nproc=2), "bad.py", says)
 
 
+def test_rank_0_rewards_all_answers(given, tmp_path):
+    """So that a reward that is random, or reads a clock, does not give ranks other gradients."""
+    body = "return int(os.environ['RANK'])"
+    (tmp_path / "rank.py").write_text(f"import os\ndef reward(**given):\n    {body}\n")
+    more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp")
+    succeed(*command(given, tmp_path / "out", **more), nproc=2)
+    assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("flag, says", [
     ("--dropout=0.1", "leave it out"),
     ("--group=3", "must be a multiple of --group"),
