@@ -118,8 +118,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        # torch 2.11 has this collective under its older name alone, which is deprecated.
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.11
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -138,7 +137,7 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    every = [*map(mesh.get_group, dims), place["stage_group"], *groups.values()]
+    every = (*map(mesh.get_group, dims), place["stage_group"], *groups.values())
     connect(every, process.device, ordered=parallel.cp * parallel.tp > 1)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 

@@ -12,17 +12,17 @@ from techniques.float8 import float8_recipes
 # What training reaches of the figures of data sheets: of the peak by matrix products and by
 # attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by
 # docs/calibrate.py, whose table docs/measured.md has.
-FITTED = "2026-11-26"
+FITTED = "2026-11-27"
 REACHED = {
     "products a100": 0.723,
     "products h100": 0.572,
-    "products b200": 0.453,
+    "products b200": 0.452,
     "attention a100": 0.34,
-    "attention h100": 0.212,
-    "attention b200": 0.438,
-    "attention h100 cudnn": 0.317,
+    "attention h100": 0.211,
+    "attention b200": 0.436,
+    "attention h100 cudnn": 0.299,
     "h100-500w": 0.842,  # the share of both that an H100 with 500 of its 700 W keeps
-    "node link": 0.374,
+    "node link": 0.375,
 }
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
 ONE_STEP = "only one training on it is known, and none in the fit"
@@ -77,7 +77,7 @@ class GPU(NamedTuple):
 
 GPUS = {
     "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
-    "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
+    "h200": GPU(PEAK_FLOPS["H200"], 150, 4800, 450),  # of its 141 GB, as torch counts them
     "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0)),
     "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0)),
     "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), caveat=NO_STEP),

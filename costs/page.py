@@ -100,8 +100,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
     loss = 3 * N * D * w
     if part.output is not None:
-        compiled = is_compiled(p, work.on_gpu)  # the logits then make room for their gradient
-        of_logit = w if compiled else (3 if p.tp == 1 else 4) * wide
+        compiled = is_compiled(p, work.on_gpu)  # then logits and their gradient are not in float32
+        of_logit = 2 * w if compiled else (3 if p.tp == 1 else 4) * wide
         loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
         loss += V * D * wide * part.output.weight.requires_grad
     backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up

@@ -33,6 +33,7 @@ from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, saved, sends
 from parallel import used_techniques
+from techniques.chunked_loss import is_compiled
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
 from techniques.schedules import STEADY, has_w, make_schedule, simulate
@@ -72,11 +73,12 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     block_again, attention_again = again.get(p.checkpointing, (0, 0))
     # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
     # are any, 2 (Q + KV) each, SwiGLU 3 F; rows that are copied to experts and added up again, 8 D
-    # for each. Backward moves twice as many. Softmax, exponential and
-    # gradient of the loss: each reads and writes V, in float32 but for two of them.
+    # for each. Backward moves twice as many. Softmax, exponential and gradient of the loss: each
+    # reads and writes V, in float32 but for two of them; compiled, three reads and a write of V.
     elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
     passes = (3 if p.checkpointing == "none" else 4) + work.references
-    moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR) + (2 * w + 16) * V
+    moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR)
+    moved += (4 * w if is_compiled(p, work.on_gpu) else 2 * w + 16) * V
 
     rate = machine.peak * machine.matmul_fraction
     by_flash = work.document or p.cp > 1

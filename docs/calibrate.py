@@ -49,7 +49,7 @@ build = functools.cache(build_on_meta)
 
 
 class OfOthers(ParallelConfig):
-    """Full checkpointing around compiled blocks, as in the published steps, repeats all."""
+    """Full checkpointing around compiled blocks, as others do it, repeats all."""
 
     @property
     def repeats_attention(self) -> bool:
@@ -57,7 +57,7 @@ class OfOthers(ParallelConfig):
 
 
 class Published:
-    """A speed that somebody has published, three of them we: each column of the file's row is an
+    """A speed that somebody has published, six of them we: each column of the file's row is an
     attribute, digits alone an integer; `assumed` has what the source does not say."""
 
     def __init__(self, row: dict[str, str]):
@@ -66,7 +66,8 @@ class Published:
         self.measured = float(self.tokens_s_gpu)  # tokens a second and GPU
         given = {name: getattr(self, name) for name in SPLIT}
         given |= dict(compile=bool(self.compile), async_tp=bool(self.async_tp))
-        parallel = OfOthers(dtype=torch.bfloat16, **given)
+        kind = ParallelConfig if self.source.startswith("flatllama") else OfOthers
+        parallel = kind(dtype=torch.bfloat16, **given)
         shape = (getattr(self, name) for name in SHAPE)
         model = build(LlamaConfig(*shape, max_seq_len=1 << 20))
         batch = self.microbatches * self.microbatch * self.replicate * self.shard // self.cp

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from plumbing.new_files import write_atomically
 from plumbing.processes import Process, UserError, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
 from runs.records import Totals, describe_traffic
+from techniques import optimizers
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
@@ -414,7 +416,9 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
                 allocate(model, world.device)
 
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
-    with mode:
+    # AdamW's update in parts would take minutes, and it neither sends nor keeps anything.
+    skipped = mock.patch.object(optimizers, "make_update", lambda *_: lambda *_: None)
+    with mode, skipped:
         optimizer, batches = make_optimizer(model, parallel), itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.

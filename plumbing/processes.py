@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from plumbing import endings, stuck
-from plumbing.devices import memory_snapshot, record_memory
+from plumbing.devices import memory_snapshot, take_gpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
@@ -161,10 +161,7 @@ def init_distributed() -> Process:
         if here > (gpus := torch.cuda.device_count()):
             raise UserError(f"--nproc-per-node {here} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
-        if "PYTORCH_ALLOC_CONF" not in os.environ:  # less is lost between tensors of many sizes
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(device)
-        record_memory()
+        take_gpu(device)
     else:
         keep_freed_memory()
     address = None
@@ -338,8 +335,7 @@ def _out_of_memory() -> UserError:
         text += f" on a GPU of {total / 1e9:.3g} GB"
         if others > 0.05 * total:
             text += f", of which others hold {others / 1e9:.3g} GB (nvidia-smi names them)"
-    snapshot = memory_snapshot() if torch.cuda.is_available() else ""
-    return UserError(f"{text}: {out_of_memory_advice()}{snapshot}")
+    return UserError(f"{text}: {out_of_memory_advice()}{memory_snapshot()}")
 
 
 _error: BaseException | None = None  # that ends this process, and tells where, if others wait

@@ -177,7 +177,7 @@ REFUSALS = """
 1 | plan --seq-len 999999 | --seq-len 999999 ... 131072
 1 | plan --document-length 9000 | exceeds --seq-len 8192
 1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72 ... would fit: --lora, or --gpus 2
-1 | plan --gpus 1 --per-node 1 --gpu h200 | would fit: --moments bfloat16, or
+1 | plan --gpus 1 --per-node 1 --gpu h200 --seq-len 16384 | would fit: --moments bfloat16, or
 1 | plan --measured nowhere.json | nowhere.json ... bench.py comm
 1 | plan --model llama3.1-70b --gpus 16 --dp diloco --batch 16 | would fit: --gpus 32 --batch 32
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
