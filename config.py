@@ -189,6 +189,10 @@ class ParallelConfig:
         """Whether backward runs attention again. Compiled blocks save its output."""
         return self.checkpointing == "full" and not self.compile
 
+    def compiles_loss(self, on_gpu: bool) -> bool:
+        """Return whether the loss is compiled: on a GPU, where a rank has the whole vocabulary."""
+        return on_gpu and self.compile and self.tp == 1
+
     @property
     def moment_bytes(self) -> int:
         return 2 if self.moments == "bfloat16" else self.grad_bytes

@@ -17,7 +17,7 @@ from config import EVERYTHING, Work
 from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
-from techniques.chunked_loss import is_compiled, tokens_at_a_time
+from techniques.chunked_loss import tokens_at_a_time
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -100,7 +100,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
     loss = 3 * N * D * w
     if part.output is not None:
-        compiled = is_compiled(p, work.on_gpu)  # then logits and their gradient are not in float32
+        compiled = p.compiles_loss(work.on_gpu)  # then logits and their gradient are not in float32
         of_logit = 2 * w if compiled else (3 if p.tp == 1 else 4) * wide
         loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
         loss += V * D * wide * part.output.weight.requires_grad

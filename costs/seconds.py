@@ -33,7 +33,6 @@ from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, saved, sends
 from parallel import used_techniques
-from techniques.chunked_loss import is_compiled
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
 from techniques.schedules import STEADY, has_w, make_schedule, simulate
@@ -62,14 +61,14 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
     # the square. Selective checkpointing repeats wq, wv and w1, full all; but compiled, neither w2
-    # nor attention (uncompiled, w2 is not repeated either, which is left out here). Experts are
-    # computed again with each.
+    # nor attention (uncompiled, w2 is not repeated either, which is left out here). Several
+    # feed-forwards are repeated whole.
     block, output = 2 * (2 * D * (Q + KV) + 3 * D * F), 2 * D * V
     attention = 2 * (work.document or work.seq_len) * Q
     full = (block, attention) if p.repeats_attention else (block - 2 * D * F, 0)
-    experts = 2 * D * 3 * F * several
-    selective = 2 * D * (Q + KV) + (experts or 2 * D * F)
-    again = {"products": (experts, 0), "selective": (selective, 0), "full": full}
+    of_several = 2 * D * 3 * F * several
+    selective = 2 * D * (Q + KV) + (of_several or 2 * D * F)
+    again = {"products": (of_several, 0), "selective": (selective, 0), "full": full}
     block_again, attention_again = again.get(p.checkpointing, (0, 0))
     # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
     # are any, 2 (Q + KV) each, SwiGLU 3 F; rows that are copied to experts and added up again, 8 D
@@ -78,7 +77,7 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
     passes = (3 if p.checkpointing == "none" else 4) + work.references
     moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR)
-    moved += (4 * w if is_compiled(p, work.on_gpu) else 2 * w + 16) * V
+    moved += (4 * w if p.compiles_loss(work.on_gpu) else 2 * w + 16) * V
 
     rate = machine.peak * machine.matmul_fraction
     by_flash = work.document or p.cp > 1

@@ -69,11 +69,7 @@ PARTS = {  # part -> name, command and what is expected, the most telling first
     ],
     "C": [
         ("1B", f"{STEP_1B} --compile", "59,343 tokens/s, 54.1 % MFU, 36.2 GB"),
-        (
-            "tokens written by 8B",
-            "docs/gpu.py --measure generation",
-            "27.9 a second, 254 in 8 rows",
-        ),
+        ("8B writes tokens", "docs/gpu.py --measure generation", "27.9 a second; 254 of 8 rows"),
         ("LoRA of 70B in 4 bits", f"{COMPARE.format('one --checkpointing full')} {QLORA_70B}", NEW),
         ("1B, eager", f"{STEP_1B} --no-compile", NEW),
         ("1B by transformers", f"{COMPARE.format('transformers')} llama3.2-1b {TOKENS}", NEW),

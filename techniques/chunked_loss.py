@@ -25,18 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from config import ParallelConfig
 from model import IGNORE, Llama, Vocabulary, logits_of, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
 # Tokens of a chunk (docs/measured.md compares sizes).
 LOSS_CHUNK, LOSS_CHUNK_ON_GPU, LOSS_CHUNK_COMPILED = 512, 2048, 4096
-
-
-def is_compiled(parallel: ParallelConfig, on_gpu: bool) -> bool:
-    """Return whether the loss is compiled: on a GPU, and where a rank has the whole vocabulary."""
-    return on_gpu and parallel.compile and parallel.tp == 1
 
 
 def tokens_at_a_time(on_gpu: bool, compiled: bool) -> int:
@@ -120,7 +114,7 @@ class ChunkedLoss(torch.autograd.Function):
 def apply(model: Llama, world) -> None:
     if model.loss is sum_of_losses:  # a loss that the caller has set is kept
         model.loss = chunked_loss
-        if is_compiled(world.parallel, world.device.type == "cuda"):
+        if world.parallel.compiles_loss(world.device.type == "cuda"):
             compiled = torch.compile(sum_of_losses, dynamic=False)
             model.loss = partial(chunked_loss, compiled=compiled)
 

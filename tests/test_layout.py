@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4487, "techniques": 3339, "text": 1904, "files": 1684, "runs": 1368,
-    "costs": 995, "perf": 1858, "plumbing": 1107, "labs": 7426, "tests": 15511, "docs": 819,
+    "top": 4495, "techniques": 3411, "text": 1904, "files": 1684, "runs": 1368,
+    "costs": 1006, "perf": 1870, "plumbing": 1134, "labs": 7424, "tests": 15818, "docs": 866,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -92,7 +92,7 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "gigabytes, size, given, flags",
     [
-        (155, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing products"),
+        (150, 1, dict(microbatch=2, moments="bfloat16"), "--checkpointing products"),
         (150, 1, dict(microbatch=4, moments="bfloat16", checkpointing="products"),
          "--checkpointing selective"),
         (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
