@@ -10,7 +10,8 @@ torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
 torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finetune_lora.py]
-                            the same for fine-tuning
+                            the same for fine-tuning; with --lora preferences or --lora rewards for
+                            these scripts
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
                             first differs
@@ -30,11 +31,14 @@ from pathlib import Path
 import torch
 
 import finetune_lora
+import preferences
+import rewards
 import train
 from config import FLAGS, Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
-from data import local_batch, read_ahead, row_of
+from data import local_batch, row_of
+from evaluate import Prediction
 from lora import LoRA
 from model import PRESETS, Llama
 from parallel import with_mesh
@@ -47,10 +51,12 @@ from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
-from runs.flags import add_finetuning_flags, add_pretraining_flags, complete_finetuning
+from runs.flags import add_pretraining_flags
 from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 from techniques.optimizers import make_optimizer
+
+SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
 
 # fmt: off
 
@@ -61,7 +67,6 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--lora", action="store_true", help="train adapters, as finetune_lora.py does")
     add("--rank", type=positive_int, default=8, help="with --lora: rank of the adapters")
     add("--dora", action="store_true", help="with --lora: train the lengths of rows too")
     add("--base-bits", type=int, choices=[16, 4], default=16,
@@ -84,6 +89,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
     add("--repeats", type=positive_int, default=5, help="rounds of all contestants")
     add_parallel_flags(parser, ["dtype"], dtype="float32")
+    add("--lora", action="store_true", help="train adapters, as finetune_lora.py does")
     add_adapter_flags(parser)
     add_json_flag(parser)
     parser.set_defaults(dtype="float32")
@@ -109,12 +115,13 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
     add = parser.add_argument
-    add("--lora", action="store_true",
-        help="a step of finetune_lora.py, with its flags, in place of train.py's")
+    add("--lora", choices=SCRIPTS, nargs="?", const="finetune_lora",
+        help="a step of this script, with its flags, in place of train.py's")
     add("--repeats", type=positive_int, default=15, help="rounds of all measurements")
     add_json_flag(parser)
     if "--lora" in sys.argv:
-        add_finetuning_flags(parser)
+        after = [*sys.argv, ""][sys.argv.index("--lora") + 1]
+        SCRIPTS.get(after, finetune_lora.SCRIPT).add_flags(parser)
     else:
         add_pretraining_flags(parser)
 
@@ -139,6 +146,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive_float,
         help="also print the days and GPU-hours to train on so many tokens, such as 15e12")
     add("--dollars", type=positive_float, help="with --tokens: what an hour of a GPU costs")
+    add("--lora", choices=["finetune_lora", "preferences"], nargs="?", const="finetune_lora",
+        help="train adapters as this script does, which changes what a step computes")
     add_adapter_flags(parser)
     add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
     group = parser.add_argument_group("parallelism", "Only plans with the given values.")
@@ -214,7 +223,7 @@ def step(args: argparse.Namespace) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
     check_same_step(args.dp)
     if args.lora:
-        complete_finetuning(args)
+        SCRIPTS[args.lora].complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     if args.device == "mps":
@@ -225,18 +234,18 @@ def step(args: argparse.Namespace) -> str:
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     if args.lora:
-        job, _ = finetune_lora.prepare(args, process)
+        job, _ = finetune_lora.prepare(args, process, SCRIPTS[args.lora])
     else:
         job = prepare_pretraining(args, process)
     world, runner, work = build(args, job, process, train.accumulate)
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)
-    read = partial(local_batch, args, world, job.train_set)
-    with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        training = Training(
-            world, job.model, runner, optimizer, batches, work.microbatch, args.clip
-        )
+    make_task = SCRIPTS[args.lora].make_task if args.lora else Prediction
+    task = make_task(args, job, world, work, None)
+    with contextlib.closing(task.batches(itertools.count(1))) as batches:
+        given = runner, optimizer, batches, work.microbatch, args.clip, task.before_step
+        training = Training(world, job.model, *given)
         return measure_step(training, work, args.repeats, args.json)
 
 
@@ -286,6 +295,7 @@ def plan(args: argparse.Namespace) -> str:
         seq_len=args.seq_len,
         document=args.document_length,
         on_gpu=machine.overlaps,  # as NCCL does, and not gloo
+        references=int(args.lora == "preferences"),
     )
     wanted = {name: getattr(args, name) for name in FILTERS}
     question = Question(args.model, work, machine, args.gpus, wanted)

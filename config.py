@@ -290,6 +290,7 @@ class Work:
     seq_len: int  # tokens of a whole sequence
     document: int = 0  # tokens of a document, to which attention is confined; 0: the sequence
     on_gpu: bool = False
+    references: int = 0  # forwards of the step without gradients, of a base (preferences.py)
 
     @property
     def sequences(self) -> int:

@@ -34,7 +34,7 @@ from torch import Tensor
 from checkpoint import load_weights
 from config import RESUMABLE, Work, add_parallel_flags
 from costs.search import fits_unsharded
-from data import Windows, add_reading_flags, list_left_out, open_text
+from data import Windows, add_reading_flags, list_left_out, local_batch, open_text, read_ahead
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
@@ -56,6 +56,7 @@ from runs.records import Totals, described
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4
+from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN, Packed, Rows, open_chats
@@ -99,6 +100,11 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
     return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
 
 
+def return_each_loss(model: Llama) -> None:
+    """Let forward return the loss of each target, [B, T], to a task with its own objective."""
+    model.loss = cross_entropies
+
+
 class Stopped(Exception):
     """Ends an evaluation: some rank has received a signal that asks the run to save and end."""
 
@@ -127,12 +133,17 @@ def shared_batches(
     last batch is padded with rows without targets."""
     shares = world.data_size
     padded_rows = [*rows, *[None] * (-len(rows) % shares)]
-    if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, "evaluating")):
         mine = slice(start, start + microbatch * shares, shares)
-        yield mine, share_sequences(dataset.batch(padded_rows[mine]), world).to(world.device)
+        yield mine, batch_of(dataset, padded_rows[mine], world)
+
+
+def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
+    """Return this rank's tokens of some rows, on its device."""
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
+    return share_sequences(dataset.batch(rows), world).to(world.device)
 
 
 @torch.no_grad()
@@ -210,7 +221,7 @@ def describe_exam(right: dict[str, float]) -> str:
 
 @dataclass
 class Prediction:
-    """The task of a run: to predict the next token. preferences.py has another one.
+    """The task of a run: to predict the next token. preferences.py and rewards.py have others.
 
     sample_text(step) returns text to show at evaluations; all ranks call it."""
 
@@ -219,15 +230,17 @@ class Prediction:
     world: World
     work: Work
     sample_text: Callable[[int], str]
+    before_step = "data"  # what a step waits for: bench.py step times it
 
     @cached_property
     def fits(self) -> bool:
         """Return whether all weights can be gathered, once for all tokens of a sample."""
         return fits_unsharded(self.work, self.world)
 
-    def prepare(self, step: int, batch: Batch) -> Batch:
-        """Return what a step trains on, given the rows that were read for it."""
-        return batch
+    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
+        """Yield what this rank trains on in each of the steps."""
+        read = partial(local_batch, self.args, self.world, self.job.train_set)
+        return read_ahead(read, steps, self.world.device)
 
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return by name what is shown beside the loss of the step or evaluation before."""

@@ -15,7 +15,8 @@ The base is frozen, so it has no gradients. With --dp ddp, the default where a d
 model, a step communicates the gradients of the adapters and nothing else, and more processes make
 it faster. On several processes a run first prints what a step would send under each strategy.
 
-Every checkpoint is an adapter in PEFT's format; --merge also writes the merged model.
+Every checkpoint is an adapter in PEFT's format; --merge also writes the merged model. With
+--all-weights there is no adapter: all weights are trained, as train.py does.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -24,6 +25,7 @@ import copy
 import shlex
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +38,7 @@ from files.adapters import load_adapter as load_adapter  # re-exported for users
 from files.adapters import peft_name
 from generate import find_model
 from model import Llama
+from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from runs import flags, rules, setup
 from techniques import nf4
@@ -43,21 +46,44 @@ from text.chat import open_samples
 from text.conversations import conversations
 from text.corpora import Reading
 from text.exams import Exam
+from text.tokenizer import Tokenizer
+
+
+class Script(NamedTuple):
+    """What finetune_lora.py, preferences.py and rewards.py have of their own."""
+
+    add_flags: Callable[[Parser], None]
+    complete: Callable[[argparse.Namespace], argparse.Namespace]  # checks and completes the flags
+    open_data: Callable  # (flags, tokenizer, Reading) -> what open_samples returns
+    make_task: Callable = evaluate.Prediction
+
+
+def open_conversations(
+    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
+) -> tuple:
+    options = args.seq_len, args.train_on_prompt, args.val_data, reading, read
+    return open_samples(args.data, tokenizer, *options)
+
+
+SCRIPT = Script(flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
 
 
 def main() -> None:
-    finetune(flags.parse_finetuning(), conversations, evaluate.Prediction)
+    finetune(SCRIPT)
 
 
-def finetune(args: argparse.Namespace, read: Callable, make_task: Callable) -> None:
-    """Train adapters on what `read` yields of --data, for a task such as evaluate.Prediction."""
+def finetune(script: Script) -> None:
+    """Train adapters, or all weights, for the task of a script."""
+    parser = Parser(description="Train a Llama that exists, by default with LoRA.")
+    script.add_flags(parser)
+    args = script.complete(parser.parse_args())
     process = setup.setup(args)
-    job, examples = prepare(args, process, read)
+    job, examples = prepare(args, process, script)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     print_rank_zero(setup.describe_strategies(args, job, process))
     world, runner, work = setup.build(args, job, process, train.accumulate)
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    task = make_task(args, job, world, work, sample_text)
+    task = script.make_task(args, job, world, work, sample_text)
     finished = train.train(args, job, world, runner, work, newest, task)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
@@ -65,20 +91,23 @@ def finetune(args: argparse.Namespace, read: Callable, make_task: Callable) -> N
             source = args.out / "best" if args.merge == "best" else args.out
             checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
-    base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))
-    chat_flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
-    print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {chat_flags}")
+    base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
+    model = out if args.all_weights else f"{base} --adapter {out}"
+    model += " --base-bits 4" if args.base_bits == 4 else ""
+    model += " --chat" if getattr(args, "chat", True) else ""  # a flag of rewards.py
+    print_rank_zero(f"generate:   python generate.py {model}")
 
 
 def prepare(
-    args: argparse.Namespace, process: Process, read: Callable = conversations
+    args: argparse.Namespace, process: Process, script: Script = SCRIPT
 ) -> tuple[setup.Job, list]:
-    """Check the flags, open the data, and build the base model with adapters on meta.
+    """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
     base, tokenizer = find_model(args.init, args.tokenizer, process)
     args.init = base["directory"]  # if --init is a run, its newest checkpoint, for the records
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
+    techniques = () if args.all_weights else techniques
     rules.check_training_flags(args, base["model"], process, *techniques)
     with torch.device("meta"):
         model = Llama(base["model"])
@@ -86,14 +115,13 @@ def prepare(
         # A changed model.py may lack some of the targets.
         targets = tuple(name for name in args.targets if name in layer_names)
         settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
-        lora.add_adapters(model, settings, args.base_bits)
+        if not args.all_weights:
+            lora.add_adapters(model, settings, args.base_bits)
     for name in lora.adapters(model):
         peft_name(name)  # raises for an adapter that PEFT's format cannot name
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
-    train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading, read
-    )
+    train_set, val_set, examples, summary = script.open_data(args, tokenizer, reading)
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
         last_step = args.out / f"step-{args.steps:08d}"

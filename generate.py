@@ -20,7 +20,7 @@ import codecs
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from checkpoint import load_pretrained
 from files.adapters import open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
 from lora import LoRA, add_adapters
-from model import KVCache, Llama, LlamaConfig
-from plumbing.devices import has_bfloat16
+from model import KVCache, Llama, LlamaConfig, generator_for
+from plumbing.devices import has_bfloat16, widest_float
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from techniques.nf4 import why_no_blocks
@@ -79,10 +79,8 @@ def parse_args() -> argparse.Namespace:
 # ------------------------------------------------------------------------------------ sampling
 
 
-def sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """Draw one token from each row of logits [B, V] -> [B].
+def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
+    """Draw one token from each row of logits [B, V], by uniform numbers in [0, 1) [B] -> [B].
 
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
     the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
@@ -95,7 +93,8 @@ def sample(
     p = logits.softmax(-1)
     before = p.cumsum(-1) - p  # total probability of all more likely tokens
     p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
-    choice = torch.multinomial(p, 1, generator=generator)  # [B, 1]
+    ends = p.to(uniform.dtype).cumsum(-1)  # where each token's share of [0, sum of p) ends
+    choice = torch.searchsorted(ends, uniform[:, None] * ends[:, -1:])  # [B, 1]
     return order.gather(1, choice).squeeze(1)
 
 
@@ -112,26 +111,37 @@ def stream(
     top_p: float = 1.0,
     stop: tuple[int, ...] = (),
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    log_p: list[Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
 
     A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
     are left-padded; the padding is a document of its own, which no prompt attends to. If the model
-    is split over ranks, all ranks must call this with the same arguments."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    is split over ranks, all ranks must call this with the same arguments.
+    A row draws by random numbers of its own, a function of the seed and the row's number (by
+    default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
+    model itself, without temperature, top_k and top_p."""
+    device, cpu = next(model.parameters()).device, torch.device("cpu")
+    numbers = range(len(prompts)) if numbers is None else numbers
+    draw = partial(torch.rand, max_new_tokens, dtype=widest_float(device))
+    rows = [draw(generator=generator_for(f"row {number}", seed, cpu)) for number in numbers]
+    uniform = torch.stack(rows, 1).to(device)  # [max_new_tokens, B]
     T = max(len(prompt) for prompt in prompts)
     tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
     rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
     positions = torch.tensor(rows, device=device)  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
-    for _ in range(max_new_tokens):
+    for drawn in uniform:
         parts = zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1))
         *_, last = (model(part, positions=at, cache=cache) for part, at in parts)
         logits = last[:, -1].to(device)  # [B, V]
         if not logits.amax(1).isfinite().all():
             raise UserError("the model gives no finite logits: use weights from before it diverged")
-        tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
+        tokens = sample(logits, temperature, top_k, top_p, drawn)[:, None]  # [B, 1]
+        if log_p is not None:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_p.append(wide.log_softmax(-1).gather(1, tokens).squeeze(1))
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()
         yield [token if alive else None for token, alive in zip(new, running)]

@@ -2,7 +2,7 @@
 
     python report.py out/tiny out/two                    writes report.html
 
-The page needs no network and no other file. It shows what train.py and finetune_lora.py record in
+The page needs no network and no other file. It shows what training scripts record in
 OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
 """
 
@@ -19,7 +19,8 @@ from runs.records import read_metrics
 
 TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
-EVALUATED = ("val_loss", "val_bits_per_byte")
+CURVES += "accuracy margin chosen rejected reward mixed".split()  # of preferences and rewards
+EVALUATED = [f"val_{name}" for name in CURVES]
 POINTS = 2000  # of a curve; each is the mean of as many steps as needed
 
 

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import checkpoint
-import data
 import evaluate
 from config import Work
 from parallel import World, finish_step, gradient_sync
@@ -81,13 +80,11 @@ def train(
     if args.init and args.eval_every and not steps_done:
         task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
-    read_batch = partial(data.local_batch, args, world, job.train_set)
-    batches = map(task.prepare, steps, data.read_ahead(read_batch, steps, world.device))
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
     # A signal ends the run after this step, or after the next one if `update` has exchanged signals
     # already; an evaluation is given up. Then the saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
-        for step, batch in zip(steps, batches):
+        for step, batch in zip(steps, task.batches(steps)):
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr

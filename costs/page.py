@@ -146,10 +146,11 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     trained = [entry for entry in shapes_on_rank(part, "", p.tp) if entry[0].requires_grad]
     times = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
     if p.strategy.uses_fsdp:
-        # The root is gathered once a microbatch (in a pipeline once a step), a block twice.
+        # The root is gathered once a microbatch (in a pipeline once a step), a block twice, and for
+        # a reference before the step once more.
         root, *of_blocks = units(part, p, p.shard)
         for unit in (root, *of_blocks):
-            uses = (m if p.pp == 1 else 1) if unit is root else 2 * m
+            uses = (m if p.pp == 1 else 1) if unit is root else (2 + work.references) * m
             uses, kind = 1 if p.reshard == "none" else uses, unit.kind
             yield f"{kind}shard", "all-gather", unit.copies * uses, unit.gathered
             yield f"{kind}shard", "reduce-scatter", unit.copies * times, unit.trained * g
@@ -173,18 +174,23 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     """Yield the same for the residual stream, over tp and pp, and for k and v, over cp."""
     c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
-    w, again = p.weight_bytes, p.recomputes
+    w, again, more = p.weight_bytes, p.recomputes, work.references
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
-    yield "cp", "all-gather", m * L * (1 + again), kv
+    yield "cp", "all-gather", m * L * (1 + again + more), kv
     yield "cp", "reduce-scatter", m * L, kv
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
     ends = int(pp_rank == 0) + int(part.output is not None)  # the embedding, and the output
-    yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
-    yield "tp", "reduce-scatter", m * (4 * L + L * p.repeats_attention + ends), p.tp * share
+    gathers = 4 * L + 2 * L * again + ends + more * (2 * L + (part.output is not None))
+    scatters = 4 * L + L * p.repeats_attention + ends + more * (2 * L + (pp_rank == 0))
+    yield "tp", "all-gather", m * gathers, p.tp * share
+    yield "tp", "reduce-scatter", m * scatters, p.tp * share
     if part.output is not None:  # the loss gathers each token's logsumexp and target logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu, False))
-        yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
+        payload = work.tokens * 2 * p.tp * p.grad_bytes / chunks
+        # With a reference also for that, and in backward, which computes logits again.
+        yield "tp", "all-gather", m * chunks * (1 + 2 * more), payload
     neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of all its stages
+    neighbours += more * (p.stages_per_rank - (pp_rank == p.pp - 1))
     yield "pp", "send", m * neighbours, share
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         rows = elements(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)[0] // p.shard

@@ -75,7 +75,7 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     # for each. Backward moves twice as many. Softmax, exponential and gradient of the loss: each
     # reads and writes V, in float32 but for two of them; compiled, three reads and a write of V.
     elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
-    passes = 3 if p.checkpointing == "none" else 4
+    passes = (3 if p.checkpointing == "none" else 4) + work.references
     moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR)
     moved += (4 * w if p.compiles_loss(work.on_gpu) else 2 * w + 16) * V
 
@@ -85,9 +85,10 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
         machine.flash_fraction if by_flash else machine.attention_fraction
     )
     # Backward of attention recomputes the scores: it takes 2.5 times the FLOPs of forward.
-    products = (1 + backwards(work)) * (L * block / gain + output) / rate
-    products += 3.5 * L * attention / attention_rate
+    products = (1 + backwards(work) + work.references) * (L * block / gain + output) / rate
+    products += (3.5 + work.references) * L * attention / attention_rate
     recompute = L * (block_again / gain / rate + attention_again / attention_rate)
+    recompute += work.references * output / rate  # the loss of pairs computes its logits again
     tokens = work.tokens / p.tp  # tp ranks divide the work of each token evenly
     return {
         "products": tokens * products,

@@ -263,6 +263,7 @@ class Training:
     batches: Iterator[Batch]  # this rank's sequences of each step
     microbatch: int
     clip: float = 1.0
+    before_step: str = "data"  # what makes the batches
 
     def __call__(self) -> Totals:
         batch, size = next(self.batches), self.microbatch
@@ -278,7 +279,10 @@ class Training:
                 state = tree_leaves(state_tensors(self.model, self.optimizer))
                 counted = counters.enter_context(Counted(self.world))
                 live = counters.enter_context(Live(state))
-            accumulate(self.runner, next(self.batches), self.microbatch, self.world)
+            batch = next(self.batches)
+            if counted:
+                counted.attentions = 0  # those of a reference or of sampling are no recomputation
+            accumulate(self.runner, batch, self.microbatch, self.world)
             kinds = state_tensors(self.model, self.optimizer)
             self.optimizer.step()
             zero_gradients(self.optimizer, self.world)

@@ -197,7 +197,8 @@ def commands(plan: Plan, question: Question) -> list[str]:
     per_node = min(question.gpus, question.machine.per_node)
     nodes = question.gpus // per_node
     if lora:
-        what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
+        script, data = ("preferences", "PAIRS") if work.references else ("finetune_lora", "CHATS")
+        what = f"{script}.py --init BASE --data {data}.jsonl --rank {lora.rank}"
         what += " --base-bits 4" if question.in_4_bits else ""
         what += " --dora" if lora.dora else ""
     else:

@@ -148,11 +148,14 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
 
 def stamped_step(training: Training, silent: list[str]) -> Callable:
     """Run train.py's step with time stamps, and return the function that reads them: `data` is the
-    wait for a batch that was read ahead, `pass` forward and backward, including the communication
+    wait for a batch that was read ahead, or `reference` or `sampling` what a task does before it;
+    `pass` is forward and backward, including the communication
     of gradients. Without collectives over the dimensions `silent`, if there are any, gradients are
     garbage: then discard them in place of the update."""
     world, optimizer, start = training.world, training.optimizer, time.perf_counter()
     batch = next(training.batches)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
     waited = time.perf_counter() - start
     with time_stamped(training) as stamps:
         with silenced(training.runner, world, silent), stamps.around("pass"):
@@ -161,7 +164,7 @@ def stamped_step(training: Training, silent: list[str]) -> Callable:
             zero_gradients(optimizer, world)
         else:
             update(optimizer, loss, batch, training.clip, world, step=1)
-    return lambda: stamps.seconds() | {"data": waited}
+    return lambda: stamps.seconds() | {training.before_step: waited}
 
 
 def variants_of(training: Training) -> dict[str, Callable]:
@@ -177,7 +180,7 @@ def median(rounds: Rounds, variant: str, part: str) -> float:
     return statistics.median(rounds[variant].get(part, [0.0]))
 
 
-def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
+def parts_of_step(rounds: Rounds, dims: list[str], before_step="data") -> dict[str, float]:
     """Divide the median step of a rank into parts. Return part -> seconds.
 
     Forward, backward and recompute are those with all dimensions silenced. Exposed communication is
@@ -190,7 +193,7 @@ def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
         parts["recompute"] = recompute
     for dim, (before, after) in zip(dims, itertools.pairwise(passes)):
         parts[EXPOSED + dim] = before - after
-    parts |= {part: median(rounds, "whole", part) for part in ("optimizer", "data")}
+    parts |= {part: median(rounds, "whole", part) for part in ("optimizer", before_step)}
     parts["other"] = median(rounds, "whole", "step") - sum(parts.values())
     return parts
 
@@ -224,8 +227,10 @@ def profile_attention(training: Training) -> int:
 
     Use when blocks are compiled, into which the profiler can see. Avoid otherwise: it also counts
     the calls that selective checkpointing replaces by a saved result."""
+    batch = next(training.batches)  # a task may run forward for it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        training()
+        accumulate(training.runner, batch, training.microbatch, training.world)
+    zero_gradients(training.optimizer, training.world)
     counts = {event.key: event.count for event in profile.key_averages()}
     of_chunks = counts.get("flatllama::scaled_dot_product_lower_right")  # which runs kernels, too
     kernels = [name for name in counts if "::_" in name and is_attention(name)]
@@ -245,7 +250,7 @@ def report(
 ) -> tuple[str, dict]:
     """Return all results in Markdown, and the figures for --json. All ranks call it together."""
     world, parallel = training.world, work.parallel
-    parts = parts_of_step(rounds, dims_of(world))
+    parts = parts_of_step(rounds, dims_of(world), training.before_step)
     own = [*parts.values(), *quartiles(rounds["whole"]["step"])]
     *of_parts, lower, step, upper = world.all_gather_scalars(own).mean(0).tolist()
     parts, speed = dict(zip(parts, of_parts)), work.batch * work.seq_len / step

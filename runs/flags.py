@@ -62,15 +62,13 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     add_training_flags(parser)
 
 
-def parse_finetuning() -> argparse.Namespace:
-    """Return the flags of finetune_lora.py."""
-    parser = Parser(description="Fine-tune a Llama with LoRA.")
-    add_finetuning_flags(parser)
-    return complete_finetuning(parser.parse_args())
-
-
-def complete_finetuning(args: argparse.Namespace, what: str = "lora") -> argparse.Namespace:
-    """Check the flags that need no model, and set the default of --out."""
+def complete_finetuning(args: argparse.Namespace, what: str = "") -> argparse.Namespace:
+    """Check the flags that need no model, and set the default of --out, which says `what` was
+    trained for."""
+    of_adapters = args.base_bits == 4 or args.merge or args.dropout or args.dora
+    if args.all_weights and (of_adapters or args.reshard == "adapters"):
+        names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters"
+        raise UserError(f"{names}: leave them out, or --all-weights")
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
@@ -82,6 +80,7 @@ def complete_finetuning(args: argparse.Namespace, what: str = "lora") -> argpars
         raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
+    what = what or ("full" if args.all_weights else "lora")
     args.out = args.out or Path("out") / f"{name}-{what}"
     return args
 
@@ -102,6 +101,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--train-on-prompt", action="store_true", help="count the loss of prompts, too")
 
     add = parser.add_argument_group("LoRA").add_argument
+    add("--all-weights", action="store_true", help="train all weights, in place of adapters")
     add("--rank", type=positive_int, default=8, help="rank of the adapters")
     add("--alpha", type=nonnegative_float, default=16.0, help="adapters' scale is alpha / rank")
     add("--rslora", action="store_true", help="adapters' scale is alpha / sqrt(rank)")

@@ -71,6 +71,7 @@ def requested_work(
         args.seq_len,
         document=args.seq_len if packed else 0,
         on_gpu=process.device.type == "cuda",
+        references=getattr(args, "references", 0),
     )
 
 
@@ -87,7 +88,7 @@ def check_training_flags(
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
         model = Llama(config)
-    model.requires_grad_("targets" not in args)  # --targets is LoRA's, whose base is frozen
+    model.requires_grad_(getattr(args, "all_weights", True))  # else the base is frozen
     work = requested_work(args, model, process)
     check_parallel(work, args.shard, process)
     check_batch(work)

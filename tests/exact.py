@@ -20,6 +20,7 @@ from workers.train_cases import (
     build,
     initialize,
     packed_pairs,
+    scored_answers,
 )
 
 from config import ParallelConfig, Work
@@ -149,14 +150,27 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
     return losses[loss].mean(), len(margin), tuple(each.mean().item() for each in measures)
 
 
+def plain_rewards(bare: Llama, weights: dict) -> tuple:
+    """Return the mean loss of scored_answers, a token at a time, their number, and the largest
+    difference between the sampler's log p and ours."""
+    total, gap = 0, 0
+    for prompt, answer, old, advantage in zip(*scored_answers()):
+        given = {"tokens": torch.tensor([prompt + answer[:-1]])}
+        log_p = torch.func.functional_call(bare, weights, (), given)[0].log_softmax(-1)
+        for now, token, before in zip(log_p[len(prompt) - 1 :], answer, old):
+            log_ratio = now[token] - before
+            total, gap = total - log_ratio.exp() * advantage, max(gap, abs(log_ratio.item()))
+    return total / BATCH, BATCH, (gap,)
+
+
 @functools.cache
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
     `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
-    optimizer and preferences. Where it has adapters, a model without any computes with the
+    optimizer and objective. Where it has adapters, a model without any computes with the
     effective_weights."""
-    config, packed, lora, own_loss, seq, optimizer_name, preferences = json.loads(key)
+    config, packed, lora, own_loss, seq, optimizer_name, objective = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -167,10 +181,15 @@ def plain_training(key: str) -> dict:
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     excess = with_dense_experts(bare)
     base = effective_weights(model, lora, with_adapters=False)
+    base = {name: weight.detach().clone() for name, weight in base.items()}
     for step in range(STEPS):
         weights = effective_weights(model, lora)
-        if preferences:
-            pairs = partial(plain_preferences, preferences, bare, weights, base)
+        if objective == "rewards":
+            loss, count, measures = plain_rewards(bare, weights)
+            row, gradients = plain_update(loss, count, trainable, optimizer)
+            row += measures
+        elif objective:
+            pairs = partial(plain_preferences, objective, bare, weights, base)
             if step == 0:  # evaluation comes before
                 loss, _, measures = pairs(range(BATCH + 1))
                 rows.append((loss.item(), *measures))
@@ -322,7 +341,7 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
     predictions are further off: tests/test_page.py has them. A loss of one's own may send more."""
-    if "lora" in case or "own_loss" in case:
+    if case.keys() & {"lora", "own_loss", "objective"}:
         return
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
@@ -356,7 +375,7 @@ def assert_trained(result: dict, case: dict, reference: dict | None = None) -> N
     """Assert that a case has trained as plain PyTorch does, or as a `reference`."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
-    key += [case.get("seq", SEQ), optimizer, case.get("preferences")]
+    key += [case.get("seq", SEQ), optimizer, case.get("objective")]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)
@@ -374,6 +393,6 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     if compiled:  # all blocks share a graph; with LoRA the first has another
         graphs = 2 if "lora" in case else 1  # since its input needs no gradient
         assert not result["breaks"]
-        assert result["graphs"]["unique_graphs"] == graphs or "preferences" in case
+        assert result["graphs"]["unique_graphs"] == graphs or "objective" in case
     else:
         assert_traffic(result, case, nproc)

@@ -28,8 +28,8 @@ from model import LlamaConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = "train finetune_lora preferences generate evaluate bench data checkpoint report".split()
-SCRIPTS = [f"{name}.py" for name in SCRIPTS]
+SCRIPTS = "train finetune_lora preferences rewards generate evaluate bench data checkpoint report"
+SCRIPTS = [f"{name}.py" for name in SCRIPTS.split()]
 # Not the project's, mostly not installed. .ci/run runs pip, pytest; test_changes.py git apply.
 OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval".split()
 
@@ -102,7 +102,7 @@ def test_a_script_takes_the_flags(command):
     assert (ROOT / command.script).exists()
     if command.script in SCRIPTS:
         args = parsed_by(command.script, *command.arguments)
-    if command.script in ("train.py", "finetune_lora.py", "preferences.py"):
+    if command.script in ("train.py", "finetune_lora.py", "preferences.py", "rewards.py"):
         nodes = dict(zip(command.launcher[::2], command.launcher[1::2])).get("--nnodes", "1")
         for n in map(int, nodes.split(":")):
             ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)
@@ -165,6 +165,8 @@ FEW = "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-window
 SMALL = {  # what is appended to the commands
     "train.py": FEW,
     "finetune_lora.py": FEW,
+    "preferences.py": FEW.replace("64", "256"),
+    "rewards.py": FEW.replace("64", "128"),
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
@@ -187,6 +189,13 @@ def sandbox(tmp_path_factory) -> Path:
     train_tokenizer([notes], 600, tokenizer)
     chat = {"prompt": "Two?", "completion": "2"}
     (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    pair = {"prompt": "Two?", "chosen": "2", "rejected": "3"}
+    (directory / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
+    (directory / "prompts.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
+    (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
+    (directory / "docs/measured").mkdir(parents=True)
+    shutil.copy(ROOT / "docs/sums.py", directory / "docs")
+    subprocess.run([sys.executable, "docs/sums.py", "sums"], cwd=directory, check=True)
     (directory / "held_out.txt").write_text("To be scored.\n" * 40)
     question = {"question": "Two?", "choices": ["2", "two"], "answer": 0}
     (directory / "questions.jsonl").write_text(json.dumps(question))
@@ -194,7 +203,6 @@ def sandbox(tmp_path_factory) -> Path:
         config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
         hugging_face_model(config).save_pretrained(directory / name)
         shutil.copy(tokenizer, directory / name / "tokenizer.model")
-    (directory / "docs/measured").mkdir(parents=True)
     (directory / "docs/measured.md").write_text("# Measured\n" + "Text to be read.\n" * 99)
     return directory
 

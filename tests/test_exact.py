@@ -170,36 +170,46 @@ for ranks in (1, 2):
     own_loss = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(own_loss=True)
     QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, own_loss
 
-# Preferences on rows of pairs, where the adapters are switched off in a second forward.
+# Preferences on rows of pairs, with the adapters off in a second forward, or with all weights; and
+# sampled answers that were rewarded.
 QUICK |= {
-    f"{ranks} ranks: preferences {loss} {values}": (
+    f"{ranks} ranks: {objective} {adapters} {values}": (
         ranks,
-        make_case(ranks, PLAIN | dict(packed=True, adapters=adapters) | values)
-        | dict(preferences=loss, seq=24),
+        make_case(ranks, PLAIN | dict(packed=objective in LOSSES, adapters=adapters) | values)
+        | dict(objective=objective, seq=24),
     )
-    for ranks, loss, adapters, values in (
+    for ranks, objective, adapters, values in (
         (1, "sigmoid", "rslora", dict(microbatch=1, checkpointing="full")),
         (1, "ipo", "dora", dict(base_bits=4)),
+        (1, "rewards", "dora", dict(base_bits=4)),
         (2, "sigmoid", "all", dict(dp="ddp")),
         (2, "sigmoid", "dora", dict(dp="fsdp")),
         (2, "sigmoid", "dora", dict(tp=2)),
         (2, "ipo", "all", dict(cp=2, microbatch=4)),
         (2, "sigmoid", "dora", dict(pp=2, schedule="zero-bubble", microbatch=1)),
+        (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
+        (2, "ipo", "none", dict(tp=2, tied=True)),
+        (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
+        (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
+        (2, "rewards", "all", dict(tp=2)),
+        (2, "rewards", "all", dict(cp=2, microbatch=4)),
+        (2, "rewards", "none", dict(pp=2, schedule="zero-bubble", microbatch=1)),
     )
 }
 
 
-def of_preferences(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
-    """Return every second case with adapters whose rows are the pairs' as one of preferences."""
+def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
+    """Return some cases again as those of preferences or, where rows are no pairs, of rewards."""
     usable = [
         (name, ranks, given)
         for name, (ranks, given) in cases.items()
-        if "lora" in given and given["packed"] and not reference_of(given)
+        if not (reference_of(given) or given["config"].get("n_experts") or "generate" in given)
     ]
-    return {
-        f"{name} preferences {loss}": (ranks, given | dict(preferences=loss, seq=24))
-        for (name, ranks, given), loss in zip(usable[::2], itertools.cycle(LOSSES))
-    }
+    found, losses = {}, itertools.cycle(LOSSES)
+    for name, ranks, given in usable[::3]:
+        objective = next(losses) if given["packed"] else "rewards"
+        found[f"{name} {objective}"] = ranks, given | dict(objective=objective, seq=24)
+    return found
 
 
 @functools.cache
@@ -207,7 +217,7 @@ def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
     cases = functools.reduce(operator.or_, (named(ranks, drawn_slowly(ranks)) for ranks in FAST))
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
-    slower |= of_preferences(slower)
+    slower |= of_objectives(slower)
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # most are traced and differentiated without kernels
         given["backend"] = "aot_eager_decomp_partition" if i % 4 else "inductor"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import changed_copy, with_fault
-from test_exact import QUICK, assert_result, slower_cases, train_all, train_references
+from test_exact import LOSSES, QUICK, assert_result, slower_cases, train_all, train_references
 
 FAULTS = {
     "parallel": [
@@ -81,8 +81,13 @@ FAULTS = {
     "preferences": [
         ("batch)[..., 0] > 0", "batch)[..., 0] >= 0"),  # padding counted as a pair
         ("return sums[0]\n", "return sums[0] / sums[1] * 20 / 9 * len(batch.tokens)\n"),  # of means
-        ("with adapters_off(model)", "with torch.no_grad()"),
+        ("with adapters_off(self.job.model)", "with torch.no_grad()"),
+        ("ReduceOp.MIN", "ReduceOp.SUM"),  # ranks along tp have computed the same
         ("return {name: value / pairs", "return {name: value / len(sums)"),
+    ],
+    "rewards": [
+        ("-(log_ratio.exp() * advantage)", "-(log_ratio * advantage)"),
+        ("row[is_target.nonzero()[0], 2] = 1", "row[is_target, 2] = 1"),
     ],
     "train": [
         ("len(targets[peers]) / targets", "world.data_size / targets"),
@@ -98,7 +103,8 @@ USES = {  # file -> whether a case of exact.py uses it; where it is not listed, 
     "pipeline": lambda parallel, **_: parallel["pp"] > 1,
     "async_tp": lambda parallel, **_: parallel["async_tp"],
     "optimizers": lambda parallel, **_: parallel["optimizer"] == "muon",
-    "preferences": lambda parallel, **case: "preferences" in case,
+    "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
+    "rewards": lambda parallel, **case: case.get("objective") == "rewards",
 }
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 

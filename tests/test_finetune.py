@@ -61,32 +61,38 @@ def last_factors(out: Path) -> dict[str, torch.Tensor]:
     return factors(out / "step-00000004")
 
 
-def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
-    """W + scale B A in a model without adapters, AdamW on A and B, loss on the answers alone."""
-    out = tmp_path / "run"
-    options = dict(rank=4, alpha=6, clip=0.05, microbatch=2, checkpointing="selective")
-    succeed("finetune_lora.py", *flags(base, sums, out, **options))
+@pytest.mark.parametrize("all_weights", [False, True])
+def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
+    """W + scale B A in a model without adapters, AdamW on A and B, or on all weights, loss on the
+    answers alone."""
+    out, lora = tmp_path / "run", None if all_weights else dict(rank=4, alpha=6)
+    options = (lora or dict(all_weights=True)) | dict(clip=0.05, microbatch=2)
+    options |= dict(checkpointing="selective")
+    succeed("finetune_lora.py", *flags(base, sums, out, **options), nproc=2 * all_weights)
 
     bare = Llama(replace(CONFIG, tie_embeddings=False)).double()
-    add_adapters(model := load_pretrained(base, torch.float64), LoRA(rank=4))
-    init_adapters(model, seed=0)
-    trained = adapters(model)
+    model = load_pretrained(base, torch.float64).requires_grad_(True)
+    if lora:
+        add_adapters(model, LoRA(rank=4))
+        init_adapters(model, seed=0)
+    trained = adapters(model) or dict(model.named_parameters())
     settings = dict(betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
     optimizer = torch.optim.AdamW(trained.values(), **settings)
     rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
     for step, row in enumerate(metrics(out)):
         batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
-        given = (
-            effective_weights(model, dict(rank=4, alpha=6)),
-            (batch.tokens, None, batch.positions),
-        )
+        given = effective_weights(model, lora), (batch.tokens, None, batch.positions)
         logits = torch.func.functional_call(bare, *given)
         for group in optimizer.param_groups:
             group["lr"] = row["lr"]
         (loss, _, norm), _ = plain_step(logits, batch.targets, trained, optimizer, clip=0.05)
         assert row["loss"] == pytest.approx(loss, rel=1e-12)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    if all_weights:
+        saved = load_pretrained(out / "step-00000004", torch.float64)
+        assert succeed("generate.py", out, "--chat", "--prompt", "1").out
+        return same_weights(dict(saved.named_parameters()), trained)
     load_adapter(saved := load_pretrained(base, torch.float64), out / "step-00000004")
     same_weights(adapters(saved), trained)
 

@@ -15,7 +15,7 @@ from plumbing.processes import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora preferences evaluate generate
+train finetune_lora preferences rewards evaluate generate
 runs
 checkpoint
 costs
@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4116, "techniques": 3410, "text": 1890, "files": 1684, "runs": 1367,
-    "costs": 999, "perf": 1860, "plumbing": 1134, "labs": 7286, "tests": 15500, "docs": 838,
+    "top": 4495, "techniques": 3412, "text": 1904, "files": 1684, "runs": 1368,
+    "costs": 1006, "perf": 1870, "plumbing": 1134, "labs": 7424, "tests": 15818, "docs": 866,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -106,10 +106,8 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = (
-        "bench report train finetune_lora preferences evaluate generate checkpoint data config"
-    )
-    doors = [*scripts.split(), "runs", "plumbing"]
+    scripts = "bench report train finetune_lora preferences rewards evaluate generate checkpoint"
+    doors = [*scripts.split(), "data", "config", "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
     assert [name for name, path in inner.items() if "argparse" in path.read_text()] == []
@@ -138,9 +136,8 @@ def test_flags_are_at_most_100(monkeypatch):
         return add_argument(parser, *names, **options)
 
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", collect)
-    for (
-        name
-    ) in "train finetune_lora preferences generate evaluate report bench data checkpoint".split():
+    scripts = "train finetune_lora preferences rewards generate evaluate report bench data"
+    for name in [*scripts.split(), "checkpoint"]:
         with contextlib.suppress(UserError):  # some ask for more
             parsed_by(f"{name}.py")
     assert {"--compile", "--rank", "--gpus", "--system", "--val-fraction", "--format"} <= flags

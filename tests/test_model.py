@@ -310,8 +310,8 @@ def test_sampling_follows_temperature_top_k_and_top_p():
         (1.0, 0, 1e-9, second),
         (0.0, 0, 1.0, second),
     ):
-        generator = torch.Generator().manual_seed(0)
-        picked = sample(p.log().expand(4000, -1), temperature, top_k, top_p, generator)
+        uniform = torch.rand(4000, generator=torch.Generator().manual_seed(0))
+        picked = sample(p.log().expand(4000, -1), temperature, top_k, top_p, uniform)
         found = picked.bincount(minlength=4) / 4000
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 

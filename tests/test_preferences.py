@@ -3,20 +3,23 @@
 import json
 import math
 import operator
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import exact
 import pytest
 import torch
-from conftest import hugging_face_model, launch, metrics, refused, succeed
-from exact import GROUPED, effective_weights, plain_model
+from conftest import hugging_face_model, launch, metrics, refused, succeed, with_fault
+from exact import GROUPED, assert_trained, case, effective_weights, plain_model
 from test_finetune import base, flags, last_factors  # noqa: F401
 from test_train import resumes
 from workers.train_cases import BETA, packed_pairs
 
 from evaluate import loss_of_each_row
 from files.formats import hf_name, to_hf_rows
-from model import IGNORE, LlamaConfig, Vocabulary, sum_of_losses
+from lora import adapters_off
+from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
 from plumbing.processes import UserError
 from preferences import Preferences
 from techniques.chunked_loss import cross_entropies
@@ -68,7 +71,8 @@ def test_layouts_of_pairs(tmp_path, line, before):
         assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected * n
     assert [answer for _, answer in prompts] == ["Hello"]
     targets = train.batch([0]).targets
-    assert BYTES.decode(targets[targets != IGNORE][:5].tolist()) == "Hello"
+    ids = targets[targets != IGNORE].tolist()
+    assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,12 @@ def test_layouts_of_pairs(tmp_path, line, before):
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
     with pytest.raises(UserError, match=says):
         open_samples([written(tmp_path, [line])], BYTES, 128, read=pairs)
+
+
+def test_a_line_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("Hi, Hello, Go")
+    with pytest.raises(UserError, match=r"is not a JSON object: give .*chosen"):
+        open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
 
 
 def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
@@ -134,9 +144,84 @@ def test_a_run_begins_at_log_2_and_resumes(tmp_path, base, nproc):  # noqa: F811
     resumes(out, 2, last_factors, "preferences.py", *given, nproc=nproc)
 
 
-@pytest.mark.parametrize("flag", [["--dropout", "0.1"], ["--train-on-prompt"]])
-def test_what_would_spoil_rewards_is_refused(tmp_path, flag):
-    refused(launch("preferences.py", "--init", tmp_path, *flag), flag[0], "leave it out")
+def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, base):  # noqa: F811
+    """A resumed run, too, has its rewards relative to --init."""
+    lines = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
+    out, more = tmp_path / "out", dict(save_every=2, all_weights=True, dp="zero1")
+    given = flags(base, written(tmp_path, lines), out, **more)
+    succeed("preferences.py", *given, nproc=2)
+    rows = metrics(out)
+    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12)
+    assert rows[3]["loss"] < rows[0]["loss"]
+    resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
+
+
+@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), dict(tp=2)])
+def test_bench_step_knows_the_second_forward(tmp_path, base, mesh):  # noqa: F811
+    """Collectives are counted as predicted, but for one of tp, which a frozen embedding lacks."""
+    path = written(tmp_path, [record(f"{n}", "yes" * (n % 5 + 1), "no") for n in range(60)])
+    given = flags(base, path, tmp_path / "none", microbatch=4, dtype="float32", **mesh)
+    given = "--lora", "preferences", *given, "--repeats", 1
+    out = succeed("bench.py", "step", *given, nproc=2).out
+    assert "| reference | " in out and "attention runs forward 1 time" in out
+    predicted, counted = (
+        {kind: int(calls) for calls, kind in re.findall(r"(\d+) ([a-z-]+) over", line)}
+        for line in out.splitlines()
+        if "rank sends " in line
+    )
+    microbatches = 8 // 4
+    if "tp" in mesh:
+        predicted["all-gather"] -= microbatches
+        predicted["reduce-scatter"] -= microbatches
+    assert counted == predicted
+
+
+def test_bench_plan_knows_the_second_forward(tmp_path):
+    seconds = {}
+    for script in ("finetune_lora", "preferences"):
+        given = ["plan", "--lora", script, "--gpus", 8, "--json", tmp_path / script]
+        out = succeed("bench.py", *given).out
+        assert f"{script}.py --init BASE" in out
+        seconds[script] = json.loads((tmp_path / script).read_text())[0]["seconds"]
+    assert 1.3 < seconds["preferences"] / seconds["finetune_lora"] < 1.6
+
+
+@pytest.mark.parametrize("flag, says", [
+    ("--dropout=0.1", "leave them out"),
+    ("--train-on-prompt", "leave them out"),
+    ("--all-weights --dora", "are for adapters"),
+])  # fmt: skip
+def test_what_would_spoil_rewards_is_refused(tmp_path, flag, says):
+    given = "preferences.py", "--init", tmp_path, *flag.split()
+    refused(launch(*given), flag.split()[0].partition("=")[0], says)
+
+
+def test_the_base_knows_no_dropout():
+    model, x = plain_model(GROUPED, dict(rank=3, dropout=0.5)).train(), torch.arange(7)[None]
+    with adapters_off(model):
+        found = model(x), model(x)
+    assert torch.equal(*found) and not torch.equal(model(x), model(x))
+    weights, bare = effective_weights(model, None, False), Llama(LlamaConfig(**GROUPED)).double()
+    expected = torch.func.functional_call(bare, weights, (x,))
+    torch.testing.assert_close(found[0], expected, rtol=1e-12, atol=1e-14)
+
+
+FAULTS = {
+    "padding counts as a pair": ("preferences", "[..., 0] > 0", "[..., 0] >= 0"),
+    "means of microbatches": ("preferences", "return sums[0]\n", "return sums[0] / sums[1]\n"),
+    "adapters are not switched off": ("lora", "layer.is_off = True", "layer.is_off = False"),
+    "a loss counts as another target's": ("chunked_loss", "cat(parts)", "cat(parts).flip(0)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path, fault):
+    within = with_fault(tmp_path / "copy", *FAULTS[fault])
+    given = case(GROUPED, 2) | dict(packed=True, lora=dict(rank=3, alpha=5), seq=24)
+    given |= dict(objective="sigmoid")
+    (result,) = exact.train(tmp_path, 0, {"one": given}, within=within).values()
+    with pytest.raises(AssertionError):
+        assert_trained(result, given)
 
 
 def test_trl_computes_the_same(tmp_path, monkeypatch):
@@ -154,9 +239,9 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
         prompt = chosen[1].index(True)
         rejected[0][:prompt] = chosen[0][:prompt]
     data = Packed(samples, 26, old.tokenizer, together=2)
-    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid")
+    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid", references=1)
     task = Preferences(args, SimpleNamespace(model=model), None, None, None)
-    batch = task.prepare(1, data.batch([*range(len(data))]))
+    batch = task.prepare(data.batch([*range(len(data))]))
     parts = batch.microbatches(3)
     loss = sum(p.loss(model(*p.inputs, documents=p.documents)) for p in parts) / batch.count()
     loss.backward()

@@ -217,7 +217,8 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     succeed(*shlex.split(curves), "--out", tmp_path / "page.html")
     drawn = read_run(out)
     assert drawn["facts"]["ranks"] == "1" and "--steps=60" in drawn["facts"]["command"]
-    assert all(None not in values for values in drawn["curves"].values())
+    curves = [values for name, values in drawn["curves"].items() if name in rows[0]]
+    assert len(curves) == 6 and all(None not in values for values in curves)
     assert [row["sample"][:7] for row in drawn["evaluations"]] == ["--- def"]
 
 

@@ -51,7 +51,7 @@ class Batch:
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
-    # For a loss that is no sum over targets: preferences.py has such an objective.
+    # For a loss that is no sum over targets: preferences.py and rewards.py have such objectives.
     objective: Any = None
     given: Tensor | None = None  # [B, T, ...]: what the objective has to know of each target
 

@@ -219,6 +219,7 @@ class Packed:
     `together` consecutive ones, in their order."""
 
     document_mask = True
+    given: torch.Tensor | None = None  # [rows, seq_len]: what an objective has to know of targets
 
     def __init__(
         self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer, together: int = 1
@@ -255,16 +256,21 @@ class Packed:
                 start = end
             positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
         text_bytes = self.tokenizer.count_bytes(targets)
-        return Batch(*map(torch.from_numpy, (tokens, targets, positions)), text_bytes)
+        given = None if self.given is None else self.given[[row or 0 for row in indices]]
+        tensors = map(torch.from_numpy, (tokens, targets, positions))
+        return Batch(*tensors, text_bytes, given=given)
 
 
 class Rows(Packed):
     """Samples, each in a row of its own, so that no mask is needed. The rows of a batch are as long
     as its longest sample, rounded up to a multiple of `multiple`, which evaluation sets."""
 
+    document_mask = False
+
     def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
         self.rows, self.pad = [[i] for i in range(len(samples))], 0
+        self.sources = [(len(samples), 1)]
 
     def batch(self, indices: list[int | None]) -> Batch:
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1

@@ -63,17 +63,17 @@ class Sample(NamedTuple):
 
 
 def read_conversations(
-    path: Path, reading: Reading, parse: Callable | None = None
+    path: Path, reading: Reading, parse: Callable | None = None, expected: str = LINE_FORMATS
 ) -> Iterator[Sample]:
     """Yield the sample in each line of a JSONL file, or in each element of a JSON array.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Or `parse` returns
-    the two conversations of a pair (text/pairs.py). Messages after the last answer are left out,
-    since they have no targets. Raise UserError where a line is something else. A note names the
-    fields that nothing here reads and that may mean something. Lines are held out as in pretraining
-    on the same file."""
+    the two conversations of a pair, from what is `expected` (text/pairs.py). Messages after the
+    last answer are left out, since they have no targets. Raise UserError where a line is something
+    else. A note names the fields that nothing here reads and that may mean something. Lines are
+    held out as in pretraining on the same file."""
     unread = set()
-    for number, where, record in read_records(path, LINE_FORMATS, reading):
+    for number, where, record in read_records(path, expected, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
             found = parse(record, where) if parse else [conversation_of(record, where)]
@@ -243,14 +243,21 @@ def conversations(
     reading: Reading,
     parse: Callable | None = None,
     default: Callable[[], Iterator[Sample]] | None = None,
+    expected: str = LINE_FORMATS,
 ) -> Iterator[Sample]:
-    """Yield each sample of --data. `parse` and `default` are given for pairs (text/pairs.py)."""
+    """Yield each sample of --data. The last three are given for pairs (text/pairs.py)."""
     if data == ["python"] and not Path("python").exists():
         yield from (default or docstrings)()
         return
+    for file in files_of(data, expected):
+        yield from read_conversations(file, reading, parse, expected)
+
+
+def files_of(data: list[str], expected: str) -> Iterator[Path]:
+    """Yield the files of --data, and those inside its directories. Raise UserError, which asks for
+    lines like `expected`, where a directory has none."""
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
         if not (files := sorted(inside) if path.is_dir() else [path]):
-            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
-        for file in files:
-            yield from read_conversations(file, reading, parse)
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {expected}")
+        yield from files

@@ -69,4 +69,4 @@ def docstring_pairs() -> Iterator[Sample]:
             yield sample._replace(rejected=rejected)
 
 
-pairs = partial(conversations, parse=pair_of, default=docstring_pairs)
+pairs = partial(conversations, parse=pair_of, default=docstring_pairs, expected=EXPECTED)

@@ -158,8 +158,9 @@ class Tokenizer:
         return lengths
 
     def count_bytes(self, targets: np.ndarray) -> int:
-        """Return the bytes of text in targets of any shape; what is below 0 counts as none."""
-        return int(self.token_bytes[targets[targets >= 0]].sum())
+        """Return the bytes of text in targets of any shape; what is no id counts as none."""
+        is_id = (targets >= 0) & (targets < self.vocab_size)
+        return int(self.token_bytes[targets[is_id]].sum())
 
     def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
         """Return the ordinary tokens in GPT-2's alphabet with their ids, and all merges, the

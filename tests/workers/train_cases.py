@@ -3,11 +3,14 @@
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
-is a tenth. "preferences" names a loss of preferences.py, which then trains on rows of pairs."""
+is a tenth. "objective" is a loss of preferences.py, which then trains on rows of pairs, or
+"rewards", for answers with advantages."""
 
+import copy
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+import evaluate
 import model as model_py
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
@@ -30,6 +34,7 @@ from perf.instruments import Counted, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences
+from rewards import Answers, Rewards
 from runs.equal import whole_tensor
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
@@ -74,6 +79,26 @@ def packed_pairs() -> Packed:
             samples.append((ids, [False] * prompt + [True] * (len(ids) - prompt)))
     tokenizer = SimpleNamespace(special={}, count_bytes=lambda targets: 1)
     return Packed(samples, 24, tokenizer, together=2)
+
+
+def scored_answers() -> tuple[list, list, torch.Tensor, torch.Tensor]:
+    """Return BATCH prompts of packed_pairs, answers, another sampler's log p, and advantages."""
+    samples = packed_pairs().samples[:BATCH]
+    prompts = [[i for i, on in zip(*sample) if not on] for sample in samples]
+    answers = [[i for i, on in zip(*sample) if on] for sample in samples]
+    log_p = torch.linspace(-5, -4, BATCH * 8, dtype=torch.float64).view(BATCH, 8)
+    return prompts, answers, log_p, torch.linspace(-1, 2, BATCH, dtype=torch.float64)
+
+
+def make_task(case: dict, model: Llama, world, work: Work) -> evaluate.Prediction:
+    """Return the task of a case with an objective."""
+    loss, microbatch = case["objective"], work.microbatch
+    flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
+    flags.references = int("lora" in case)
+    flags.dtype, flags.reward = "bfloat16", Path(__file__).parents[2] / "docs/sums.py"
+    job = SimpleNamespace(model=model, train_set=packed_pairs(), val_set=packed_pairs())
+    make = Rewards if loss == "rewards" else Preferences
+    return make(flags, job, world, work, None)
 
 
 def capped(hidden, weight):
@@ -148,7 +173,8 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     share, seq = BATCH // world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", share)
-    predicted = sends(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
+    work = Work(copy.deepcopy(model), world.parallel, BATCH, microbatch, seq)
+    predicted = sends(work, pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, world.parallel, lr=1e-3 if "lora" in case else 1e-2)
@@ -160,22 +186,27 @@ def train(process, case: dict) -> dict:
             gradients[name] = whole_tensor(p.grad) * (1 if scale is None else scale)
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
     rows, task = [], None  # of each step: mean loss, number of targets, gradient norm, measures
-    if loss := case.get("preferences"):
-        pairs = packed_pairs()
-        flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
-        task = Preferences(flags, SimpleNamespace(model=model, val_set=pairs), world, None, None)
-        batch = pairs.batch([*range(BATCH)]).microbatches(share)[world.data_rank]
+    own = slice(world.data_rank * share, (world.data_rank + 1) * share)
+    if "objective" not in case:
+        batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
+        batch = share_sequences(batch, world)
+    elif isinstance(task := make_task(case, model, world, work), Preferences):
         totals = task.evaluate()
         rows.append((totals.mean_loss, *task.measures(totals).values()))
-    batch = share_sequences(batch, world)
+        batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
+    else:
+        answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
+        batch = replace(evaluate.batch_of(answers, range(share), world), objective=task)
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
     steps = case.get("steps", STEPS)
     for step in range(1, steps + 1):
-        batch = task.prepare(step, batch) if task else batch
+        if isinstance(task, Preferences):
+            batch = task.prepare(batch)
+        elif task:
+            task.measured = {"log_ratio": 0.0}
         with counter if step == steps else nullcontext():
             totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
         measures = task.measures(totals).values() if task else ()

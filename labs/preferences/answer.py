@@ -1,0 +1,51 @@
+"""Whose log-probability?
+
+Of two answers to a prompt one is better. DPO rewards an answer for being likelier than a base model
+has it, and trains the model so that the better answer has the higher reward. An answer has many
+tokens, a row has several pairs and some padding, and ranks have different numbers of pairs.
+
+Read: the head of preferences.py, then `Preferences` there.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: float) -> Tensor:
+    """Return the mean of the pairs' losses over all microbatches and ranks, and let each log_p.grad
+    be the gradient of that mean. Each rank calls this.
+
+    A pair's loss is -log sigmoid(reward of its chosen answer - reward of its rejected one); an
+    answer's reward is beta (log p(answer) - log p_base(answer)). A microbatch is
+    log_p [B, T]: of each token by the model, a leaf; 0 where a token belongs to a prompt or is
+        padding
+    base_log_p [B, T]: the same by the base
+    answers [B, T]: the number of a token's answer in its row: 0 and 1 are the chosen and the
+        rejected one of the first pair, 2 and 3 those of the second; padding has the next number
+    pairs [B]: how many pairs a row has, in some row of a microbatch at least one
+    """
+    # >>>
+    losses = []
+    for log_p, base_log_p, answers, pairs in microbatches:
+        most = 2 * int(pairs.max())
+        rewards = log_p.new_zeros(len(log_p), most + 1)
+        rewards = rewards.scatter_add(1, answers, beta * (log_p - base_log_p))
+        chosen, rejected = rewards[:, :most].unflatten(1, (-1, 2)).unbind(-1)
+        is_pair = torch.arange(most // 2) < pairs[:, None]
+        losses.append(torch.where(is_pair, -F.logsigmoid(chosen - rejected), 0).sum())
+    loss = torch.stack(losses).sum()
+    count = sum(pairs.sum() for *_, pairs in microbatches)
+    totals = torch.stack([loss.detach(), count.to(loss)])
+    dist.all_reduce(totals)
+    (loss / totals[1]).backward()
+    return totals[0] / totals[1]
+    # <<<
+
+
+# Why: log p of an answer is the sum over its tokens, because p is their product: so rewards are
+# sums, too. Their difference goes through the sigmoid as a whole, with beta inside, where it says
+# how large a difference counts as learned. The base is another model, or the same one without its
+# adapters: with the model's own log p, every loss is log 2. And the mean is over pairs, not over
+# microbatches, and padding is no pair: it would add log 2 each time, and nothing to the gradient.
