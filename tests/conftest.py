@@ -239,6 +239,11 @@ def metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+# tp with sequences that it does not divide, a base in 4 bits that FSDP shards, some views.
+HAS_2_13 = torch.__version__ >= "2.13"
+needs_2_13 = pytest.mark.skipif(not HAS_2_13, reason="needs torch 2.13")
+
+
 def slow(*case):
     """Return a case of a test that only -m slow runs."""
     return pytest.param(*case, marks=pytest.mark.slow)

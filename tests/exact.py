@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import succeed
+from conftest import HAS_2_13, succeed
 from workers.train_cases import (
     BATCH,
     BETA,
@@ -42,6 +42,7 @@ FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab
 def case(config: dict, microbatch: int = 0, **parallel) -> dict:
     """Return a case as workers/train_cases.py reads it; `parallel` has fields of ParallelConfig."""
     options = {"microbatch": microbatch} if microbatch else {}
+    options |= {} if HAS_2_13 or parallel.get("tp", 1) == 1 else {"seq": 16}
     return dict(config=config, packed=False, parallel=parallel, **options)
 
 

@@ -13,7 +13,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CHANGES, ROOT, changed_copy, launch, metrics, refused, slow, succeed
+from conftest import (
+    CHANGES,
+    ROOT,
+    changed_copy,
+    launch,
+    metrics,
+    needs_2_13,
+    refused,
+    slow,
+    succeed,
+)
 from exact import GROUPED, assert_same, assert_traffic, attentions, case, train
 from test_model import peer_in_float64, to_hugging_face
 from test_train import flags, same_metrics
@@ -254,6 +264,7 @@ def test_what_has_its_place_is_exact(edits, split, corpus, tmp_path):
     same_metrics(metrics(two), metrics(one))
 
 
+@needs_2_13
 def test_the_three_worked_changes_are_exact(corpus, tmp_path):
     """Those of docs/change.md, all in one copy, as they are printed there."""
     page = (ROOT / "docs/change.md").read_text()

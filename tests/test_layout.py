@@ -34,7 +34,7 @@ plumbing
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
     "top": 4495, "techniques": 3412, "text": 1904, "files": 1684, "runs": 1368,
-    "costs": 1006, "perf": 1870, "plumbing": 1134, "labs": 7424, "tests": 15818, "docs": 866,
+    "costs": 1006, "perf": 1870, "plumbing": 1134, "labs": 7424, "tests": 15838, "docs": 866,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

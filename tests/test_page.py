@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, slow, step_of
+from conftest import ROOT, needs_2_13, slow, step_of
 from exact import parallel_config
 from torch import nn
 
@@ -116,6 +116,7 @@ TODAY = range(date.today().toordinal() % 2, len(ROWS), 2)  # -m slow counts the 
 @pytest.mark.parametrize(
     "i", [i if i in QUICK else slow(i) for i in range(len(ROWS)) if i in QUICK or i in TODAY]
 )
+@needs_2_13
 def test_steps_are_as_they_were_counted(i, monkeypatch):
     assert count(*work_of(ROWS[i]["step"]), monkeypatch) == ROWS[i]["counted"]
 

@@ -33,7 +33,7 @@ CONFIG = dict(dim=36, n_layers=4, n_heads=6, n_kv_heads=2, ffn_dim=46, vocab_siz
 def steps(first, last, runner, optimizer, world) -> list[list[float]]:
     share, rows = BATCH // world.data_size, []
     for step in range(first, last + 1):
-        batch = batch_of(packed=False, seed=step).microbatches(share)[world.data_rank]
+        batch = batch_of(packed=False, seq=14, seed=step).microbatches(share)[world.data_rank]
         totals = train_step(runner, optimizer, batch, share // 2, CLIP, world, step)
         rows.append([totals.mean_loss, totals.grad_norm])
     return rows
