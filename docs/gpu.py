@@ -51,7 +51,7 @@ STEP_1B = f"{STEP} llama3.2-1b --checkpointing none"
 STEP_8B = f"{STEP} llama3.1-8b --moments bfloat16 --compile --checkpointing"
 COMPARE = 'bench.py compare "{}" --dtype bfloat16 --repeats 5 --model'
 LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
-QLORA_70B = "llama3.1-70b --batch 2 --seq-len 8192 --lora --base-bits 4"
+QLORA_70B = "llama3.1-70b --batch 1 --seq-len 8192 --lora --base-bits 4 --repeats 2"
 PARTS = {  # part -> name, command and what is expected, the most telling first
     "A": [
         ("rates", "docs/gpu.py --measure rates", "beside each"),
