@@ -106,7 +106,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates the parameter of this name; AdamW updates all others."""
+    """Return whether Muon updates the parameter of this name; AdamW updates all others, among them
+    the stacked matrices of experts."""
     return name.startswith("layers.") and parameter.ndim == 2
 
 
