@@ -42,7 +42,7 @@ from config import ParallelConfig, Work
 from model import Llama
 from plumbing.devices import has_triton
 from plumbing.processes import UserError
-from plumbing.shards import local_squared_norm, shard_of, sharded_over, to_local
+from plumbing.shards import dims_of, local_squared_norm, shard_of, sharded_over, to_local
 from techniques.parallel_layers import writes_to_stream
 from techniques.technique import Technique
 from techniques.zero1 import all_gather_updates, optimizer_parameters
@@ -337,18 +337,21 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
 # ------------------------------------------------------------------ what others ask of a technique
 
 
-def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int]]]:
+def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int, int]]]:
     """Return batches of matrices. Ranks orthogonalize a batch together: rank i takes matrix i. A
-    matrix is given as (shape, number of its elements on rank 0)."""
+    matrix is given as (shape, number of its elements on rank 0, ranks along tp that have these)."""
     block = next(iter(model.layers.values()))
     in_block = []
     for name, parameter in block.named_parameters():
         if parameter.ndim == 2 and parameter.requires_grad:
-            own_shape = list(parameter.shape)
-            dim = 1 if writes_to_stream(block, name.removesuffix(".weight")) else 0
-            own_shape[dim] = math.ceil(own_shape[dim] / parallel.tp)
+            path, _, own_name = name.rpartition(".")
+            layer_dim = 1 if writes_to_stream(block, path) else 0
+            dim = dims_of(block.get_submodule(path), layer_dim)[own_name]
+            own_shape, copies = list(parameter.shape), parallel.tp
+            if dim is not None:
+                own_shape[dim], copies = math.ceil(own_shape[dim] / parallel.tp), 1
             own_shape[0] = math.ceil(own_shape[0] / parallel.shards("optimizer"))
-            in_block.append((parameter.shape, math.prod(own_shape)))
+            in_block.append((parameter.shape, math.prod(own_shape), copies))
     n, matrices = parallel.group_size("stage"), in_block * len(model.layers)
     matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
@@ -358,7 +361,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     """A matrix has one moment, not two as under AdamW. During an update rank 0 has its parts of two
     batches of matrices, and four whole matrices: its own, two powers of it, and what it sends."""
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
-    parts = [sum(own for _, own in batch) for batch in batches]
+    parts = [sum(own for _, own, _ in batch) for batch in batches]
     update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # batch 0 is the largest
     return {
         "optimizer": -sum(parts) * parallel.moment_bytes,
@@ -376,18 +379,21 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     replica_ranks = parallel.shards("optimizer") * parallel.tp  # rank 0's replica is the first
     replicas = parallel.group_size("stage") // replica_ranks
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
-    for (shape, own), *others in batches_of_matrices(model, parallel):
+    for batch in batches_of_matrices(model, parallel):
+        (shape, own, copies), *others = batch
+        # Of neighbours along tp with the same part, rank 0 sends it to the first alone.
+        to_owners = [part * (i % same == 0) for i, (_, part, same) in enumerate(others, 1)]
+        sent = sum(to_owners[: replica_ranks - 1]) + replicas * copies * math.prod(shape) - own
         # Where each rank has whole updates (DDP), it sends none to owners.
-        to_owners = sum(part for _, part in others[: replica_ranks - 1])
-        yield dim, "all-to-all", int(replica_ranks > 1), to_owners * e
-        yield dim, "all-to-all", 1, (replicas * math.prod(shape) - own) * e
+        calls = 1 + any(part < math.prod(whole) for whole, part, _ in batch)
+        yield dim, "all-to-all", calls, sent * e / calls
 
 
 def flops_of_muon(model: Llama, parallel) -> int:
     """Return how many floating-point operations rank 0 needs in a step to orthogonalize its
     matrices. No rank needs more, since matrix 0 of a batch is its largest."""
     flops = 0
-    for (shape, _), *_ in batches_of_matrices(model, parallel):
+    for (shape, *_), *_ in batches_of_matrices(model, parallel):
         m, n = sorted(shape)
         gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
         flops += ITERATIONS * (gram + square + update)

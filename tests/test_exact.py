@@ -162,7 +162,7 @@ BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
 EP = PLAIN | dict(dp="fsdp", ep=2, experts="bias")
 EP_2 = [EP | dict(microbatch=1, generate=True), EP | dict(tp=2, checkpointing="full", packed=True)]
 EP_4 = [EP | dict(dp="ddp", experts="plain", optimizer="muon"), EP | dict(pp=2, reshard="none")]
-EP_4 += [EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", experts="bias", microbatch=4)]
+EP_4 += [EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon")]
 QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED, *EP_2])
 QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
 BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
