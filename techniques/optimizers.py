@@ -18,6 +18,8 @@ take n matrices at a time, and each orthogonalizes a whole one:
 
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
+Of experts a rank has whole matrices, and orthogonalizes its own. Replicas do so several times over.
+
 Communication in a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
 --dtype bfloat16). In the first all-to-all a rank sends its parts of others' matrices, at most
 M e / n bytes where they are sharded over all n ranks. In the second it sends the parts of its own
@@ -67,20 +69,32 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters."""
         for group in self.param_groups:
-            matrices, others = [], []
+            matrices, stacks, others = [], [], []
             for name, parameter in zip(group["param_names"], group["params"]):
-                (matrices if is_block_matrix(name, parameter) else others).append(parameter)
+                if not is_block_matrix(name, parameter):
+                    others.append(parameter)
+                else:
+                    (matrices if parameter.ndim == 2 else stacks).append(parameter)
             for batch in self.peers.batches(matrices):
                 updates = self.peers.orthogonalize(batch, [self.advance(p) for p in batch])
-                for parameter, update in zip(batch, updates):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
-                    # Liu et al. 2025 (arXiv:2502.16982) scale it to 0.2, to match AdamW's updates.
-                    # Here both have the same learning rate, and 0.1 was better.
-                    scale = 0.1 * math.sqrt(max(parameter.shape))
-                    to_local(parameter).sub_(update, alpha=group["lr"] * scale)
+                for matrix, update in zip(batch, updates):
+                    self.change(matrix, update, group)
+            for stack in stacks:  # of experts, of which each rank has whole ones
+                update = self.advance(stack)
+                part = update.bfloat16() if self.peers.in_bfloat16 else update
+                self.change(stack, orthogonalize(part).to(update), group)
             if others:
                 self.update_by_adamw(others, group)
+
+    def change(self, parameter: Tensor, update: Tensor, group: dict) -> None:
+        """Change a matrix, or a stack of matrices, by this rank's part of U Vᵀ.
+
+        U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)). Liu et al. 2025
+        (arXiv:2502.16982) scale it to 0.2, to match AdamW's updates. Here both have the same
+        learning rate, and 0.1 was better."""
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        scale = 0.1 * math.sqrt(max(parameter.shape[-2:]))
+        to_local(parameter).sub_(update, alpha=group["lr"] * scale)
 
     def advance(self, parameter: Tensor) -> Tensor:
         """Advance a matrix's momentum; return this rank's part of the update to orthogonalize."""
@@ -106,9 +120,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates the parameter of this name; AdamW updates all others, among them
-    the stacked matrices of experts."""
-    return name.startswith("layers.") and parameter.ndim == 2
+    """Return whether Muon updates the parameter of this name, a matrix or the stacked matrices of
+    experts; AdamW updates all others."""
+    return name.startswith("layers.") and parameter.ndim >= 2
 
 
 class Peers:
@@ -177,16 +191,18 @@ class Peers:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return nearly U Vᵀ for a matrix U S Vᵀ. Division by the norm of the matrix makes its singular
-    values s at most 1. Then each iteration turns s into A s + B s³ + C s⁵."""
-    if len(matrix) > matrix.shape[1]:
-        return orthogonalize(matrix.T).T  # so that the gram matrix is small
-    x = matrix / matrix.norm().clamp(min=1e-30)
+    """Return nearly U Vᵀ for a matrix U S Vᵀ [m, n], or for each of a stack [X, m, n]. Division by
+    the norm of a matrix makes its singular values s at most 1. Then each iteration turns s into
+    A s + B s³ + C s⁵."""
+    if matrix.shape[-2] > matrix.shape[-1]:
+        return orthogonalize(matrix.mT).mT  # so that the gram matrix is small
+    x = matrix if matrix.ndim == 3 else matrix[None]
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
     for _ in range(ITERATIONS):
-        gram = x @ x.T  # U S² Uᵀ
-        polynomial = torch.addmm(gram, gram, gram, beta=B, alpha=C)  # B gram + C gram²
-        x = torch.addmm(x, polynomial, x, beta=A)  # A x + polynomial x
-    return x
+        gram = x @ x.mT  # U S² Uᵀ
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)  # B gram + C gram²
+        x = torch.baddbmm(x, polynomial, x, beta=A)  # A x + polynomial x
+    return x.view(matrix.shape)
 
 
 # ------------------------------------------------------------------- AdamW with moments in bfloat16
@@ -357,15 +373,24 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, i
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
 
+def stacks_of_experts(model: Llama, parallel) -> list[torch.Size]:
+    """Return the shapes of the stacks of matrices that rank 0 has and orthogonalizes alone."""
+    block, ranks = next(iter(model.layers.values())), parallel.ep * parallel.expert_shard
+    shapes = [p.shape for p in block.parameters() if p.ndim == 3 and p.requires_grad]
+    own = [torch.Size((math.ceil(n / ranks), *shape)) for n, *shape in shapes]
+    return own * len(model.layers)
+
+
 def holds(model: Llama, work: Work) -> dict[str, float]:
     """A matrix has one moment, not two as under AdamW. During an update rank 0 has its parts of two
     batches of matrices, and four whole matrices: its own, two powers of it, and what it sends."""
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
     parts = [sum(own for _, own, _ in batch) for batch in batches]
     update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # batch 0 is the largest
+    stacks = [math.prod(shape) for shape in stacks_of_experts(model, parallel)]
     return {
-        "optimizer": -sum(parts) * parallel.moment_bytes,
-        "update": update * parallel.grad_bytes,
+        "optimizer": -sum(parts + stacks) * parallel.moment_bytes,
+        "update": max([update, *(4 * stack for stack in stacks)]) * parallel.grad_bytes,
     }
 
 
@@ -393,10 +418,11 @@ def flops_of_muon(model: Llama, parallel) -> int:
     """Return how many floating-point operations rank 0 needs in a step to orthogonalize its
     matrices. No rank needs more, since matrix 0 of a batch is its largest."""
     flops = 0
-    for (shape, *_), *_ in batches_of_matrices(model, parallel):
+    first = [(1, *matrix[0]) for matrix, *_ in batches_of_matrices(model, parallel)]
+    for number, *shape in first + stacks_of_experts(model, parallel):
         m, n = sorted(shape)
         gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
-        flops += ITERATIONS * (gram + square + update)
+        flops += ITERATIONS * number * (gram + square + update)
     return flops
 
 

@@ -270,7 +270,7 @@ def plain_adamw(named: dict[str, torch.Tensor], lr: float):
 def plain_muon(named: dict[str, torch.Tensor], lr: float):
     """Return Muon for the matrices of blocks, with AdamW for all other parameters, written
     independently of techniques/optimizers.py."""
-    matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim == 2}
+    matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim > 1}
     adamw = plain_adamw({n: p for n, p in named.items() if n not in matrices}, lr)
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
 
@@ -280,7 +280,7 @@ def plain_muon(named: dict[str, torch.Tensor], lr: float):
         for name, p in matrices.items():
             momenta[name] = 0.95 * momenta[name] + p.grad
             direction = orthogonalized(p.grad + 0.95 * momenta[name])
-            p.copy_(p - lr * (0.1 * p + 0.1 * max(p.shape) ** 0.5 * direction))
+            p.copy_(p - lr * (0.1 * p + 0.1 * max(p.shape[-2:]) ** 0.5 * direction))
 
     return SimpleNamespace(step=step)
 
@@ -289,10 +289,10 @@ def orthogonalized(x: torch.Tensor) -> torch.Tensor:
     """Return what Newton-Schulz iterations make of a matrix, by its singular value decomposition:
     each iteration maps the singular values s to a polynomial of s, and leaves the vectors."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    s = s / s.norm()
+    s = s / s.norm(dim=-1, keepdim=True).clamp(min=1e-30)  # an expert may have had no token
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return u @ s.diag() @ v
+    return u @ torch.diag_embed(s) @ v
 
 
 # ------------------------------------------------------------------------------- the comparison
