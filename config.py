@@ -150,6 +150,11 @@ class ParallelConfig:
         return max(1, self.shard * self.tp // self.ep)
 
     @property
+    def stack_shard(self) -> int:
+        """Number of ranks that have parts of a stack of matrices, which experts are."""
+        return self.ep * self.expert_shard
+
+    @property
     def expert_replicate(self) -> int:
         return self.replicate * self.shard * self.tp // (self.ep * self.expert_shard)
 

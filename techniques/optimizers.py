@@ -373,11 +373,11 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, i
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
 
-def stacks_of_experts(model: Llama, parallel) -> list[torch.Size]:
+def stacks_on_rank(model: Llama, parallel) -> list[list[int]]:
     """Return the shapes of the stacks of matrices that rank 0 has and orthogonalizes alone."""
-    block, ranks = next(iter(model.layers.values())), parallel.ep * parallel.expert_shard
+    block = next(iter(model.layers.values()))
     shapes = [p.shape for p in block.parameters() if p.ndim == 3 and p.requires_grad]
-    own = [torch.Size((math.ceil(n / ranks), *shape)) for n, *shape in shapes]
+    own = [[math.ceil(n / parallel.stack_shard), *shape] for n, *shape in shapes]
     return own * len(model.layers)
 
 
@@ -387,7 +387,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
     parts = [sum(own for _, own, _ in batch) for batch in batches]
     update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # batch 0 is the largest
-    stacks = [math.prod(shape) for shape in stacks_of_experts(model, parallel)]
+    stacks = [math.prod(shape) for shape in stacks_on_rank(model, parallel)]
     return {
         "optimizer": -sum(parts + stacks) * parallel.moment_bytes,
         "update": max([update, *(4 * stack for stack in stacks)]) * parallel.grad_bytes,
@@ -419,7 +419,7 @@ def flops_of_muon(model: Llama, parallel) -> int:
     matrices. No rank needs more, since matrix 0 of a batch is its largest."""
     flops = 0
     first = [(1, *matrix[0]) for matrix, *_ in batches_of_matrices(model, parallel)]
-    for number, *shape in first + stacks_of_experts(model, parallel):
+    for number, *shape in first + stacks_on_rank(model, parallel):
         m, n = sorted(shape)
         gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
         flops += ITERATIONS * number * (gram + square + update)
