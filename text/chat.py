@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
 
@@ -28,7 +28,7 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Sample, conversations
+from text.conversations import OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading
 from text.templates import render
 from text.tokenizer import Tokenizer
@@ -293,7 +293,7 @@ def open_samples(
     train_on_prompt: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
-    read: Callable[..., Iterator[Sample]] = conversations,
+    read: Callable[..., list[Sample]] = conversations,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
@@ -351,13 +351,13 @@ def _encode_all(
     seq_len: int,
     reading: Reading,
     train_on_prompt: bool = False,
-    read: Callable[..., Iterator[Sample]] = conversations,
+    read: Callable[..., list[Sample]] = conversations,
 ) -> tuple[list[Sample], str]:
     """Return the samples, truncated to seq_len tokens, without those that then have no target, and
     text that says how many were truncated or dropped. A pair that is too long is dropped: answers
     without their ends would teach to be short. Raise UserError if no sample is left."""
     usable, truncated, longest = [], 0, 0
-    samples = list(read(data, reading))
+    samples = read(data, reading)
     for sample in with_progress(samples, "encoding samples"):
         with reading.one(sample.where):
             encoded, n_slots = [], 0
@@ -376,8 +376,6 @@ def _encode_all(
             if all(flags.any() for _, flags in encoded) and not (sample.rejected and too_long):
                 truncated += too_long
                 usable.append(sample._replace(encoded=tuple(encoded)))
-    if not samples:
-        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
             f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "

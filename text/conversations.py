@@ -244,13 +244,17 @@ def conversations(
     parse: Callable | None = None,
     default: Callable[[], Iterator[Sample]] | None = None,
     expected: str = LINE_FORMATS,
-) -> Iterator[Sample]:
-    """Yield each sample of --data. The last three are given for pairs (text/pairs.py)."""
+) -> list[Sample]:
+    """Return the samples of --data. Raise UserError if there is none. The last three arguments are
+    given for pairs (text/pairs.py)."""
     if data == ["python"] and not Path("python").exists():
-        yield from (default or docstrings)()
-        return
+        return [*(default or docstrings)()]
+    samples = []
     for file in files_of(data, expected):
-        yield from read_conversations(file, reading, parse, expected)
+        samples += read_conversations(file, reading, parse, expected)
+    if not samples:
+        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {expected}")
+    return samples
 
 
 def files_of(data: list[str], expected: str) -> Iterator[Path]:
