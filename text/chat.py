@@ -262,15 +262,16 @@ class Packed:
 
 
 class Rows(Packed):
-    """Samples, each in a row of its own, so that no mask is needed. The rows of a batch are as long
-    as its longest sample, rounded up to a multiple of `multiple`, which evaluation sets."""
+    """Samples in rows of their own, so that no mask is needed; each has `copies` equal rows. The
+    rows of a batch are as long as its longest sample, rounded up to a multiple of `multiple`, which
+    evaluation sets."""
 
     document_mask = False
 
-    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
+    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer, copies: int = 1):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
-        self.rows, self.pad = [[i] for i in range(len(samples))], 0
-        self.sources = [(len(samples), 1)]
+        self.rows, self.pad = [[i] for i in range(len(samples)) for _ in range(copies)], 0
+        self.sources = [(len(self.rows), 1)]
 
     def batch(self, indices: list[int | None]) -> Batch:
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
