@@ -67,13 +67,6 @@ def open_conversations(
     return open_samples(args.data, tokenizer, *options)
 
 
-SCRIPT = Script(__doc__, flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
-
-
-def main() -> None:
-    finetune(SCRIPT)
-
-
 def finetune(script: Script) -> None:
     """Train adapters, or all weights, for the task of a script."""
     parser = Parser(description=script.docstring.partition("\n")[0])
@@ -101,9 +94,7 @@ def finetune(script: Script) -> None:
     print_rank_zero(f"generate:   python generate.py {model}")
 
 
-def prepare(
-    args: argparse.Namespace, process: Process, script: Script = SCRIPT
-) -> tuple[setup.Job, list]:
+def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
@@ -145,6 +136,9 @@ def prepare(
     job = setup.Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
     return job, examples
 
+
+SCRIPT = Script(__doc__, flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
+main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":
     run(main)

@@ -134,7 +134,7 @@ class Preferences(evaluate.Prediction):
         margin = chosen - rejected
         pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
         of_pairs = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
-        sums = torch.stack([torch.where(are_pairs(batch), each, 0).sum() for each in of_pairs])
+        sums = torch.where(are_pairs(batch), torch.stack(of_pairs), 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 
@@ -176,10 +176,7 @@ def are_pairs(batch: Batch) -> Tensor:
 
 open_pairs = partial(open_conversations, read=pairs)
 SCRIPT = Script(__doc__, add_flags, complete, open_pairs, Preferences)
-
-
-def main() -> None:
-    finetune(SCRIPT)
+main = partial(finetune, SCRIPT)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ losses of all tokens on all ranks are added up, and divided once by the number o
     ratio     = p(token) / p by which the token was drawn
     loss      = - ratio advantage
 
-An answer is used in one step only. So a ratio is 1, but its gradient is that of log p(token), and
-the expected gradient of the loss is that of minus the mean reward, times (G - 1) / G. GRPO (Shao et
-al. 2024, arXiv:2402.03300) clips ratios, for answers that are used in several steps. It also
-divides by the length of an answer, which makes long wrong answers cheap, and by the standard
-deviation of the rewards in a group, which gives most weight to prompts whose answers are nearly all
-right or nearly all wrong. As Liu et al. 2025 ("Dr. GRPO", arXiv:2503.20783), we do neither.
+An answer is used in one step only. So a ratio is 1, but it has the gradient of log p(token). On
+average the gradient of the loss is that of the mean reward, times -(G - 1) / G. GRPO (Shao et al.
+2024, arXiv:2402.03300) clips the ratios of answers that are used in several steps. It also divides
+by the length of an answer, which makes long wrong answers cheap, and by the standard deviation of a
+group's rewards, which favors prompts whose answers are nearly all right or nearly all wrong. Liu
+et al. 2025 ("Dr. GRPO", arXiv:2503.20783) divide by neither, as we do here.
 
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
 once: a run checks that both agree. An answer depends only on the weights, its prompt, the seed and
-its number, so a step is the same on any number of ranks. docs/preferences.md says what to watch,
-and when rewards help.
+its number, so a step is the same on any number of ranks. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -35,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -99,14 +99,13 @@ def load_reward(path: Path) -> Callable:
 def open_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
 ) -> tuple[Rows, Rows, list, str]:
-    """Return prompts to train on and to evaluate on, no examples, and a line of counts. A sample is
-    (ids, JSON object), and has a row for each answer of its group. Without --val-data, a hash holds
-    out some prompts. If it holds out none of a few, the evaluation is on those of training."""
-    prompts = [*read_prompts(args.data, args, tokenizer, reading)]
-    train = [sample for split, sample in prompts if split == "train" or args.val_data]
-    val = [sample for split, sample in prompts if split == "val"]
+    """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
+    on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
+    is on those of training."""
+    read = partial(read_prompts, args, tokenizer, reading)
+    train, val = read(args.data)
     if args.val_data:
-        val = [sample for _, sample in read_prompts(args.val_data, args, tokenizer, reading)]
+        train, val = train + val, [*chain(*read(args.val_data))]
     if not train:
         raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
     val = val or train
@@ -115,22 +114,22 @@ def open_prompts(
 
 
 def read_prompts(
-    data: list[str], args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
-) -> Iterator[tuple[str, tuple[list[int], dict]]]:
-    """Yield the split and the sample of each line."""
-    expected = '{"prompt": "..."}'
+    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, data: list[str]
+) -> tuple[list, list]:
+    """Return the prompts to train on, and those that a hash holds out, each as (ids, record)."""
+    splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
     for file in files_of(data, expected):
         for number, where, record in read_records(file, expected, reading):
             with reading.one(where):
                 text = check_string(record.get("prompt"), f'{where}: "prompt" is')
                 if "answer" in record:
                     raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
+                ids = tokenizer.encode(text, bos=True)
                 if args.chat:
                     ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                else:
-                    ids = tokenizer.encode(text, bos=True)
                 check_length(len(ids), args.max_new_tokens, args.seq_len)
-                yield split_of(f"{document_name(file)}:{number}"), (ids, record)
+                splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
+    return splits["train"], splits["val"]
 
 
 class Answers(Rows):
@@ -168,23 +167,21 @@ class Rewards(evaluate.Prediction):
             problem = "sampling needs all weights on each rank, and they do not fit"
             raise UserError(f"{problem}: give a larger --tp")
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
-            raise UserError(
-                "sampling cannot compute products in 8 bits as training does: leave them out"
-            )
+            raise UserError("products in 8 bits would differ in sampling: leave them out")
         evaluate.return_each_loss(self.job.model)
         self.sample_text = lambda step: self.shown
+        self.own = slice(self.world.data_rank, None, self.world.data_size)  # of a step's answers
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        yield from map(self.answered, steps)  # no batch is read ahead: it needs the last weights
+        yield from map(self.batch_of_step, steps)  # not ahead: a batch needs the latest weights
 
-    def answered(self, step: int) -> Batch:
+    def batch_of_step(self, step: int) -> Batch:
         """Return this rank's share of a step's answers, with their advantages."""
         args, prompts, stop = self.args, self.job.train_set.samples, self.job.tokenizer.stop
         started = time.perf_counter()
         first = tokens_done(args, step - 1) // args.seq_len
-        numbers = range(first, first + args.batch)  # answers are numbered from the run's start
-        chosen = (window_of(n // args.group, len(prompts), args.seed) for n in numbers)
-        asked = [prompts[i] for i in chosen]
+        numbers = range(first, first + args.batch)  # of answers, from the run's first
+        asked = [prompts[window_of(n // args.group, len(prompts), args.seed)] for n in numbers]
         answers, log_p, rewards = self.answer(asked, numbers)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
@@ -196,26 +193,19 @@ class Rewards(evaluate.Prediction):
             "sampling_seconds": time.perf_counter() - started,
             "log_ratio": 0.0,  # `loss` raises it
         }
-        own = self.own(len(asked))
-        own_prompts = [ids for ids, _ in asked[own]]
-        rows = Answers(own_prompts, answers[own], log_p, advantages[own], self.job.tokenizer)
+        own_prompts, own_answers = [ids for ids, _ in asked[self.own]], answers[self.own]
+        rows = Answers(own_prompts, own_answers, log_p, advantages[self.own], self.job.tokenizer)
         return replace(evaluate.batch_of(rows, range(len(rows)), self.world), objective=self)
-
-    def own(self, n: int) -> slice:
-        """Return which of n consecutive answers this rank gives."""
-        share = n // self.world.data_size
-        return slice(self.world.data_rank * share, (self.world.data_rank + 1) * share)
 
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers. Rank 0
         computes these, since a reward may be random."""
-        world, own = self.world, self.own(len(asked))
-        own_answers, log_p = self.sample([ids for ids, _ in asked[own]], numbers[own])
-        parts = [None] * world.size
-        dist.all_gather_object(parts, (world.data_rank, own_answers))
-        by_rank = dict(parts)  # ranks along tp, pp and cp have the same answers and data_rank
-        answers = [answer for rank in range(world.data_size) for answer in by_rank[rank]]
+        world, parts, answers = self.world, [None] * self.world.size, [None] * len(asked)
+        own_answers, log_p = self.sample([ids for ids, _ in asked[self.own]], numbers[self.own])
+        dist.all_gather_object(parts, (self.own, own_answers))
+        for own, its_answers in parts:
+            answers[own] = its_answers
         rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
         return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
 
@@ -281,7 +271,7 @@ class Rewards(evaluate.Prediction):
         limit = min(self.args.eval_windows, len(prompts))
         padded = math.ceil(limit / shares) * shares  # so that ranks have equally many
         asked = [prompts[i % limit] for i in range(padded)]
-        numbers = range(-1, -1 - padded, -1)  # training has no negative ones, so draws differ
+        numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
         answers, _, rewards = self.answer(asked, numbers)
         shown = zip(asked[: evaluate.SHOWN], answers)
         lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (_, record), answer in shown)
@@ -292,10 +282,7 @@ class Rewards(evaluate.Prediction):
 
 
 SCRIPT = Script(__doc__, add_flags, complete, open_prompts, Rewards)
-
-
-def main() -> None:
-    finetune(SCRIPT)
+main = partial(finetune, SCRIPT)
 
 
 if __name__ == "__main__":

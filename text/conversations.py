@@ -242,16 +242,14 @@ def conversations(
     data: list[str],
     reading: Reading,
     parse: Callable | None = None,
-    default: Callable[[], Iterator[Sample]] | None = None,
+    default: Callable[[], Iterator[Sample]] = docstrings,
     expected: str = LINE_FORMATS,
 ) -> list[Sample]:
-    """Return the samples of --data. Raise UserError if there is none. The last three arguments are
-    given for pairs (text/pairs.py)."""
+    """Return the samples of --data. Pairs (text/pairs.py) have three other arguments."""
     if data == ["python"] and not Path("python").exists():
-        return [*(default or docstrings)()]
-    samples = []
-    for file in files_of(data, expected):
-        samples += read_conversations(file, reading, parse, expected)
+        return [*default()]
+    files = files_of(data, expected)
+    samples = [s for file in files for s in read_conversations(file, reading, parse, expected)]
     if not samples:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {expected}")
     return samples
