@@ -101,7 +101,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 
 
 def return_each_loss(model: Llama) -> None:
-    """Let forward return the loss of each target, [B, T], to a task with its own objective."""
+    """Let forward return the loss of each target, [B, T], from which a task makes its own loss."""
     model.loss = cross_entropies
 
 
@@ -142,7 +142,7 @@ def shared_batches(
 def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
     """Return this rank's tokens of some rows, on its device."""
     if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # they share the tokens
+        dataset.multiple = 2 * world.parallel.cp * world.parallel.tp  # ranks share a row's tokens
     return share_sequences(dataset.batch(rows), world).to(world.device)
 
 
@@ -153,7 +153,7 @@ def row_sums(
     """Return the loss in nats, the targets and the bytes of text of each row: [len(rows), 3], equal
     on all ranks. The first row of a batch has the bytes of the whole batch, the others 0."""
     tp, pp = world.parallel.tp, world.parallel.pp
-    padded = len(rows) + -len(rows) % world.data_size
+    padded = len(rows) + -len(rows) % world.data_size  # as in shared_batches
     sums = torch.zeros(padded, 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
@@ -166,7 +166,7 @@ def row_sums(
         model.loss = whole_loss
     if world.size > 1:
         dist.all_reduce(sums)
-    # The sum has counted losses on each rank along tp, targets and bytes on each along tp and pp.
+    # All ranks along tp added the same losses, all along tp and pp the same targets and bytes.
     return sums[: len(rows)] / sums.new_tensor([tp, tp * pp, tp * pp])
 
 
@@ -186,7 +186,7 @@ def take_exam(
     model: Llama, exam: Exam, microbatch: int, world: World
 ) -> tuple[dict[str, float], list[dict]]:
     """Return the scores by name, each a fraction of questions answered right; and the questions,
-    with the model's log-likelihoods or answer. Ranks share the choices; each writes all answers."""
+    with the model's log-likelihoods or answer. Ranks share the choices; all write every answer."""
     rows = range(len(exam.choices))
     losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     stop, answers = exam.tokenizer.stop, []
@@ -221,7 +221,8 @@ def describe_exam(right: dict[str, float]) -> str:
 
 @dataclass
 class Prediction:
-    """The task of a run: to predict the next token. preferences.py and rewards.py have others.
+    """The task of a run says what a step trains on and how the model is evaluated. This one is to
+    predict the next token; those of preferences.py and rewards.py are derived from it.
 
     sample_text(step) returns text to show at evaluations; all ranks call it."""
 
@@ -230,11 +231,11 @@ class Prediction:
     world: World
     work: Work
     sample_text: Callable[[int], str]
-    before_step = "data"  # what a step waits for: bench.py step times it
+    before_step = "data"  # the name that `bench.py step` gives to the time before a step
 
     @cached_property
     def fits(self) -> bool:
-        """Return whether all weights can be gathered, once for all tokens of a sample."""
+        """Return whether a rank can hold all weights while it generates, gathered only once."""
         return fits_unsharded(self.work, self.world)
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -243,7 +244,7 @@ class Prediction:
         return read_ahead(read, steps, self.world.device)
 
     def measures(self, totals: Totals) -> dict[str, float]:
-        """Return by name what is shown beside the loss of the step or evaluation before."""
+        """Return by name what is recorded of the step or evaluation of `totals` beside its loss."""
         return {"bits_per_byte": totals.bits_per_byte}
 
     def evaluate(self) -> Totals:
@@ -286,9 +287,9 @@ def sample_answers(
     model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
 ) -> str:
     """Return lines that show what a model answers to the first examples, and a line of means over
-    all answers: how many end by themselves, how long they are, and how many tokens they have in
-    common with the true answers (the F1 score of two bags of tokens). Tokens are drawn at random,
-    since a small model that always takes the likeliest one soon repeats itself."""
+    all answers: which share of them ends, how many tokens they have, and which share of tokens they
+    have in common with the true answers (the F1 score of two bags of tokens). Tokens are drawn at
+    random, since a small model that always takes the likeliest one soon repeats itself."""
     if not examples:
         return "no held-out prompt is short enough to show"
     prompts = [prompt for prompt, _ in examples]
@@ -317,7 +318,8 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     """Return a model with its weights and adapter, if any, split as the flags ask."""
     config, adapter = metadata["model"], args.adapter
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # 4 if it trained on 4
+    bits_in_training = bits_of_base(adapter) if adapter else 16
+    bits = min(args.base_bits, bits_in_training)
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)

@@ -8,8 +8,8 @@ r"""Fine-tune a Llama with LoRA: teach it to answer by training thin matrices be
     torchrun finetune_lora.py --init ~/Llama-3.1-70B --base-bits 4 --data chats.jsonl        one GPU
 
 The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]}, or instruction,
-input and output, or prompt and completion (text/chat.py). Several conversations share a row of
---seq-len tokens; attention does not cross from one to another.
+input and output, or prompt and completion (text/conversations.py). Several conversations share a
+row of --seq-len tokens; attention does not cross from one to another.
 
 The base is frozen, so it has no gradients. With --dp ddp, the default where a device can hold the
 model, a step communicates the gradients of the adapters and nothing else, and more processes make
@@ -50,33 +50,29 @@ from text.tokenizer import Tokenizer
 
 
 class Script(NamedTuple):
-    """What finetune_lora.py, preferences.py and rewards.py have of their own."""
+    """The parts of `finetune` in which finetune_lora.py, preferences.py and rewards.py differ."""
 
+    docstring: str  # its first line is the first of --help
     add_flags: Callable[[Parser], None]
-    complete: Callable[[argparse.Namespace], argparse.Namespace]  # checks and completes the flags
+    complete: Callable[[argparse.Namespace], None]  # checks flags and sets those that follow
     open_data: Callable  # (flags, tokenizer, Reading) -> what open_samples returns
-    make_task: Callable = evaluate.Prediction
+    make_task: Callable = evaluate.Prediction  # with the fields of Prediction as arguments
 
 
 def open_conversations(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
+    """Return what open_samples does; `read` is its argument."""
     options = args.seq_len, args.train_on_prompt, args.val_data, reading, read
     return open_samples(args.data, tokenizer, *options)
 
 
-SCRIPT = Script(flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
-
-
-def main() -> None:
-    finetune(SCRIPT)
-
-
 def finetune(script: Script) -> None:
     """Train adapters, or all weights, for the task of a script."""
-    parser = Parser(description="Train a Llama that exists, by default with LoRA.")
+    parser = Parser(description=script.docstring.partition("\n")[0])
     script.add_flags(parser)
-    args = script.complete(parser.parse_args())
+    args = parser.parse_args()
+    script.complete(args)
     process = setup.setup(args)
     job, examples = prepare(args, process, script)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
@@ -94,20 +90,19 @@ def finetune(script: Script) -> None:
     base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
     model = out if args.all_weights else f"{base} --adapter {out}"
     model += " --base-bits 4" if args.base_bits == 4 else ""
-    model += " --chat" if getattr(args, "chat", True) else ""  # a flag of rewards.py
+    model += " --chat" if getattr(args, "chat", True) else ""  # only rewards.py has this flag
     print_rank_zero(f"generate:   python generate.py {model}")
 
 
-def prepare(
-    args: argparse.Namespace, process: Process, script: Script = SCRIPT
-) -> tuple[setup.Job, list]:
+def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
     base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # if --init is a run, its newest checkpoint, for the records
-    techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
-    techniques = () if args.all_weights else techniques
+    args.init = base["directory"]  # records name the checkpoint, also where --init is a run
+    techniques = () if args.all_weights else (lora.TECHNIQUE,)
+    if args.base_bits == 4:
+        techniques += (nf4.TECHNIQUE,)
     rules.check_training_flags(args, base["model"], process, *techniques)
     with torch.device("meta"):
         model = Llama(base["model"])
@@ -141,6 +136,9 @@ def prepare(
     job = setup.Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
     return job, examples
 
+
+SCRIPT = Script(__doc__, flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
+main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":
     run(main)

@@ -8,21 +8,22 @@ r"""Train a Llama on preferences: of two answers, make the chosen one likelier (
 
 The data is JSON, a pair a line: {"prompt", "chosen", "rejected"} (text/pairs.py has more formats).
 
-Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290) needs no model of rewards.
-The reward of an answer is how much likelier it has become than the base makes it:
+Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290) needs no reward model. It
+compares the model with the base, the model as it was before this training. An answer has a high
+reward if the model gives it a higher probability than the base does:
 
     reward = beta (log p(answer | prompt) - log p_base(answer | prompt))
     loss   = -log sigmoid(reward of the chosen answer - reward of the rejected one)
 
-log p sums over the answer's tokens. The base is the same model with its adapters off, so it takes
-no memory, and one more forward. With --all-weights, its log p of all answers is computed once,
-before the first step. The loss is summed over pairs, and divided once by the number of pairs on all
-ranks. Both answers of a pair share a row, so --batch and --microbatch, which count rows, never
-divide a pair.
+log p sums over the answer's tokens. The base, which others call the reference, is this model with
+its adapters off: it takes no memory, but a step runs forward twice. With --all-weights, log p_base
+of all answers is computed once, before the first step. The losses of all pairs on all ranks are
+added up, and divided once by their number. Both answers of a pair share a row. --batch and
+--microbatch count rows, so they never separate a pair.
 
-Watch `chosen`, the reward of chosen answers, beside the loss. The loss knows the difference of both
-rewards alone: both may fall, while answers that are in no pair become likelier. docs/preferences.md
-says when such training helps.
+Watch `chosen`, the mean reward of chosen answers, beside the loss. The loss depends only on the
+difference of two rewards: both may fall, while answers that are in no pair become likelier.
+docs/preferences.md says when such training helps.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -40,7 +41,6 @@ import evaluate
 from finetune_lora import Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
-from plumbing.devices import widest_float
 from plumbing.parser import Parser, positive_float
 from plumbing.processes import UserError, run
 from runs.flags import add_finetuning_flags, complete_finetuning
@@ -49,13 +49,13 @@ from text.batch import Batch
 from text.chat import Packed
 from text.pairs import pairs
 
-# Loss of a pair, of its margin: the chosen reward - the rejected one.
+# The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's.
 LOSSES = {
     "sigmoid": lambda margin, beta: -F.logsigmoid(margin),
-    # Azar et al. 2023, arXiv:2310.12036: a margin that is large enough is not pulled further.
+    # Azar et al. 2023, arXiv:2310.12036: its minimum is at a margin of 1/2, not at infinity.
     "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,
 }
-MEASURED = ("accuracy", "margin", "chosen", "rejected")  # the last two are rewards
+MEASURED = ("accuracy", "margin", "chosen", "rejected")  # chosen and rejected are mean rewards
 
 
 def add_flags(parser: Parser) -> None:
@@ -65,72 +65,76 @@ def add_flags(parser: Parser) -> None:
     add("--beta", type=positive_float, default=0.1,
         help="factor of rewards: a small one lets the model go further from the base")
     add("--loss", choices=LOSSES, default="sigmoid",
-        help="of a pair: sigmoid is DPO's, ipo pulls a margin to 1/2 and no further")
+        help="loss of a pair: DPO's sigmoid, or IPO's, which is lowest at a margin of 1/2")
     # fmt: on
     parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
 
 
-def complete(args: argparse.Namespace) -> argparse.Namespace:
+def complete(args: argparse.Namespace) -> None:
     complete_finetuning(args, "dpo")
     if args.dropout or args.train_on_prompt:
-        raise UserError("--dropout is noise in rewards, --train-on-prompt adds 0: leave them out")
-    args.references = int(not args.all_weights)  # forwards by the base in a step
-    return args
+        problem = "--dropout makes rewards random, --train-on-prompt changes nothing here"
+        raise UserError(f"{problem}: leave them out")
+    args.references = int(not args.all_weights)  # how often a step runs the base forward
 
 
 @dataclass
 class Preferences(evaluate.Prediction):
-    """The task of a run: to prefer chosen answers. It is also the objective of its batches.
-    labs/preferences writes its loss."""
+    """Train a run's model to prefer chosen answers. This is also the `objective` of its batches,
+    which call `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
 
     before_step = "reference"
 
     def __post_init__(self):
-        self.sums = torch.zeros(2 + len(MEASURED))  # of losses and pairs, and of what is MEASURED
-        evaluate.return_each_loss(self.job.model)  # `loss` makes one of them
+        self.sums = torch.zeros(2 + len(MEASURED))  # of losses, of pairs, of each that is MEASURED
+        evaluate.return_each_loss(self.job.model)
         if not self.args.references:
             self.keep_base(self.job.train_set)
             self.keep_base(self.job.val_set)
 
     @torch.no_grad()
     def keep_base(self, dataset: Packed) -> None:
-        """Let batches have the base's log p of each target, while the model still is the base."""
+        """Compute the base's log p of all targets while the model still is the base, and let each
+        batch of the dataset have its part as `given`."""
         world, rows = self.world, range(len(dataset))
-        shape = len(rows) + -len(rows) % world.data_size, dataset.seq_len
-        log_p = torch.zeros(shape, dtype=widest_float(world.device), device=world.device)
-        dataset.given = torch.arange(dataset.seq_len).expand(shape)  # for now, their columns
+        shape = len(rows) + -len(rows) % world.data_size, dataset.seq_len  # as rows are padded
+        dtype = torch.promote_types(world.parallel.dtype, torch.float32)
+        log_p = torch.zeros(shape, dtype=dtype, device=world.device)
+        # At first a batch is given the columns of its targets: with --cp a rank has some of them.
+        dataset.given = torch.arange(dataset.seq_len).expand(shape)
         for mine, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[mine].scatter_(1, batch.given, self.log_p(batch).to(log_p))
         if world.size > 1:
-            dist.all_reduce(log_p, dist.ReduceOp.MIN)  # 0 is what a rank has not computed
-        dataset.given = log_p.to(torch.promote_types(world.parallel.dtype, torch.float32)).cpu()
+            # Ranks along tp have the same log p, which is below 0; ranks without it have 0.
+            dist.all_reduce(log_p, dist.ReduceOp.MIN)
+        dataset.given = log_p.cpu()
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
         yield from map(self.prepare, super().batches(steps))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with this objective, and with the base's log p of each target."""
+        """Return the batch with this objective, `given` the base's log p of each target."""
         if self.args.references:
             with adapters_off(self.job.model):
                 batch = replace(batch, given=self.log_p(batch))
         return replace(batch, objective=self)
 
     def log_p(self, batch: Batch) -> Tensor:
-        """Return log p of each target, [B, T]. In a pipeline only the last stage has and needs it;
-        the others get 0."""
+        """Return log p of each target, [B, T]. In a pipeline only the last stage has it and needs
+        it; the others return 0."""
         model, parts = self.job.model, batch.microbatches(self.args.microbatch)
         losses = [model(*part.inputs, documents=part.documents) for part in parts]
-        return -torch.cat([x.expand_as(p.targets) for x, p in zip(losses, parts)])
+        return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of pairs; add up what is measured. `losses` is -log p of
-        each target, [B, T]."""
+        """Return the sum of the losses of a batch's pairs, given -log p of each target, [B, T]. Add
+        to `sums`."""
         rewards = self.args.beta * of_answers(-losses - batch.given, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
         pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
-        rows = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
-        sums = torch.stack([torch.where(are_pairs(batch), row, 0).sum() for row in rows])
+        of_pairs = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
+        sums = torch.where(are_pairs(batch), torch.stack(of_pairs), 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 
@@ -145,7 +149,7 @@ class Preferences(evaluate.Prediction):
         for _, batch in evaluate.shared_batches(job.val_set, rows, args.microbatch, world):
             batch = self.prepare(batch)
             losses = job.model(*batch.inputs, documents=batch.documents)
-            if losses.ndim:  # on the last stage of a pipeline, or without one
+            if losses.ndim:  # other stages than the last of a pipeline have no losses but a 0
                 batch.loss(losses)
         loss, pairs = world.all_gather_scalars([*self.sums[:2]]).sum(0).tolist()
         return Totals(loss, pairs, 0)
@@ -158,21 +162,21 @@ class Preferences(evaluate.Prediction):
 
 
 def of_answers(x: Tensor, batch: Batch) -> Tensor:
-    """Return the sums of x [B, T] over each answer, [B, pairs, 2]; 0 where a row has fewer."""
+    """Return the sum of x [B, T] over each answer: [B, pairs, 2]. The documents of a row are the
+    chosen and the rejected answer of a pair, those of the next pair, ..., and the padding at its
+    end. Rows with fewer pairs than others are filled up with 0."""
     sums = batch.sums_of_documents(x)
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))
 
 
 def are_pairs(batch: Batch) -> Tensor:
-    """Return which of the pairs of `of_answers` are no padding: [B, pairs]."""
+    """Return which results of `of_answers` belong to a pair, and not to padding: [B, pairs]."""
     return of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0
 
 
-SCRIPT = Script(add_flags, complete, partial(open_conversations, read=pairs), Preferences)
-
-
-def main() -> None:
-    finetune(SCRIPT)
+open_pairs = partial(open_conversations, read=pairs)
+SCRIPT = Script(__doc__, add_flags, complete, open_pairs, Preferences)
+main = partial(finetune, SCRIPT)
 
 
 if __name__ == "__main__":

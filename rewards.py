@@ -5,23 +5,24 @@ r"""Train a Llama from rewards: sample answers, make those likelier that beat th
              --data gsm8k.jsonl --reward gsm8k.py --batch 256 --group 16 --microbatch 8 --lr 1e-5
 
 The data are JSON lines with a "prompt". --reward is a Python file with reward(prompt, answer),
-which returns a number; it is also given the other fields of the line. A step answers --batch /
---group prompts, each --group times, by the weights as they are, at temperature 1. Its loss is
-summed over tokens, and divided once by the number of answers on all ranks:
+which returns a number; it is also given the other fields of the line. In each step the current
+weights answer --batch / --group prompts, each of them G = --group times, at temperature 1. The
+losses of all tokens on all ranks are added up, and divided once by the number of answers:
 
-    advantage = reward of the answer - mean reward of its group
-    ratio     = p(token) / p of the sampler                     1, since all answers are new
+    advantage = reward of the answer - mean reward of its group, the G answers to the same prompt
+    ratio     = p(token) / p by which the token was drawn
     loss      = - ratio advantage
 
-Its gradient is that of the mean reward, times (G - 1) / G. GRPO (Shao et al. 2024,
-arXiv:2402.03300) also divides by an answer's length, so that long wrong answers cost little, and by
-the deviation of its group, so that prompts count most that nearly always or never succeed. Liu et
-al. 2025 ("Dr. GRPO", arXiv:2503.20783) leave out both. A clip acts on answers that are used again,
-and here none is.
+An answer is used in one step only. So a ratio is 1, but it has the gradient of log p(token). On
+average the gradient of the loss is that of the mean reward, times -(G - 1) / G. GRPO (Shao et al.
+2024, arXiv:2402.03300) clips the ratios of answers that are used in several steps. It also divides
+by the length of an answer, which makes long wrong answers cheap, and by the standard deviation of a
+group's rewards, which favors prompts whose answers are nearly all right or nearly all wrong. Liu
+et al. 2025 ("Dr. GRPO", arXiv:2503.20783) divide by neither, as we do here.
 
-The sampler computes p with a cache, token by token, and training at once: a run checks that they
-agree. An answer depends on the seed and its number alone, so a step is the same on any number of
-ranks. docs/preferences.md says what to watch, and when rewards help.
+Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
+once: a run checks that both agree. An answer depends only on the weights, its prompt, the seed and
+its number, so a step is the same on any number of ranks. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -56,7 +57,8 @@ from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.tokenizer import Tokenizer
 
-# By how much log p of a token may differ between sampling and training. In bfloat16 it is shown.
+# The largest difference of a token's log p between sampling and training that a run accepts. In
+# bfloat16 it accepts any, and only shows it.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 
 
@@ -73,14 +75,13 @@ def add_flags(parser: Parser) -> None:
     parser.set_defaults(batch=64, lr=1e-4)
 
 
-def complete(args: argparse.Namespace) -> argparse.Namespace:
+def complete(args: argparse.Namespace) -> None:
     complete_finetuning(args, "grpo")
     if args.dropout:
-        raise UserError("--dropout would train another model than the sampler's: leave it out")
+        raise UserError("--dropout trains another model than the one that answers: leave it out")
     if args.group < 2 or args.batch % args.group:
         raise UserError(f"--batch {args.batch} must be a multiple of --group, which is 2 or more")
     load_reward(args.reward)
-    return args
 
 
 @cache
@@ -98,34 +99,43 @@ def load_reward(path: Path) -> Callable:
 def open_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
 ) -> tuple[Rows, Rows, list, str]:
-    """Return prompts to train on, each as often as a step answers it, prompts to evaluate on, no
-    examples, and a line of counts. A sample is (ids, JSON object). --val-data is held out, or some
-    prompts are, by a hash; of a few, none."""
-    splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
-    for data, wanted in (args.data, "train" if args.val_data else None), (args.val_data, "val"):
-        for file in files_of(data or [], expected):
-            for number, where, record in read_records(file, expected, reading):
-                with reading.one(where):
-                    text = check_string(record.get("prompt"), f'{where}: "prompt" is')
-                    if "answer" in record:
-                        raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
-                    ids = tokenizer.encode(text, bos=True)
-                    if args.chat:
-                        ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                    check_length(len(ids), args.max_new_tokens, args.seq_len)
-                    split = wanted or split_of(f"{document_name(file)}:{number}")
-                    splits[split].append((ids, record))
-    if not splits["train"]:
+    """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
+    on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
+    is on those of training."""
+    read = partial(read_prompts, args, tokenizer, reading)
+    train, val = read(args.data)
+    if args.val_data:
+        train, val = train + val, [*chain(*read(args.val_data))]
+    if not train:
         raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
-    train, val = splits["train"], splits["val"] or splits["train"]
+    val = val or train
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    train = [each for each in train for _ in range(args.group)]
-    return Rows(train, tokenizer), Rows(val, tokenizer), [], summary
+    return Rows(train, tokenizer, args.group), Rows(val, tokenizer), [], summary
+
+
+def read_prompts(
+    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, data: list[str]
+) -> tuple[list, list]:
+    """Return the prompts to train on, and those that a hash holds out, each as (ids, record)."""
+    splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
+    for file in files_of(data, expected):
+        for number, where, record in read_records(file, expected, reading):
+            with reading.one(where):
+                text = check_string(record.get("prompt"), f'{where}: "prompt" is')
+                if "answer" in record:
+                    raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
+                ids = tokenizer.encode(text, bos=True)
+                if args.chat:
+                    ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
+                check_length(len(ids), args.max_new_tokens, args.seq_len)
+                splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
+    return splits["train"], splits["val"]
 
 
 class Answers(Rows):
-    """A row for each prompt with its answer, whose tokens are the targets. Each is `given` the
-    advantage of its answer, the sampler's log p, and whether it is the first: [B, T, 3]."""
+    """Rows of a prompt and its answer, whose tokens are the targets. `given` of a batch, [B, T, 3],
+    has three numbers for each target: the advantage of its answer, log p by the sampler, and 1 for
+    the first target of an answer, since with --cp each rank has a part of an answer."""
 
     def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
         samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
@@ -147,7 +157,8 @@ class Answers(Rows):
 
 @dataclass
 class Rewards(evaluate.Prediction):
-    """The task of a run: to give answers with high rewards. It is the objective of its batches."""
+    """Train a run's model to give answers with high rewards. This is also the `objective` of its
+    batches, which call `loss` and `count` (text/batch.py)."""
 
     before_step = "sampling"
 
@@ -156,22 +167,22 @@ class Rewards(evaluate.Prediction):
             problem = "sampling needs all weights on each rank, and they do not fit"
             raise UserError(f"{problem}: give a larger --tp")
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
-            raise UserError("products in 8 bits would be no sampler's: leave them out")
-        evaluate.return_each_loss(self.job.model)  # `loss` makes one of them
+            raise UserError("products in 8 bits would differ in sampling: leave them out")
+        evaluate.return_each_loss(self.job.model)
         self.sample_text = lambda step: self.shown
+        self.own = slice(self.world.data_rank, None, self.world.data_size)  # of a step's answers
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        yield from map(self.answered, steps)  # none can be read ahead
+        yield from map(self.batch_of_step, steps)  # not ahead: a batch needs the latest weights
 
-    def answered(self, step: int) -> Batch:
+    def batch_of_step(self, step: int) -> Batch:
         """Return this rank's share of a step's answers, with their advantages."""
-        args, data, stop = self.args, self.job.train_set.samples, self.job.tokenizer.stop
-        started, first = time.perf_counter(), tokens_done(args, step - 1) // args.seq_len
-        numbers = range(first, first + args.batch)  # of the run's answers
-        n_prompts = len(data) // args.group
-        groups = (window_of(n // args.group, n_prompts, args.seed) for n in numbers)
-        asked = [data[args.group * group] for group in groups]
-        answers, log_p, rewards = self.rewarded(asked, numbers)
+        args, prompts, stop = self.args, self.job.train_set.samples, self.job.tokenizer.stop
+        started = time.perf_counter()
+        first = tokens_done(args, step - 1) // args.seq_len
+        numbers = range(first, first + args.batch)  # of answers, from the run's first
+        asked = [prompts[window_of(n // args.group, len(prompts), args.seed)] for n in numbers]
+        answers, log_p, rewards = self.answer(asked, numbers)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         self.measured = {
@@ -180,37 +191,32 @@ class Rewards(evaluate.Prediction):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
             "sampling_seconds": time.perf_counter() - started,
-            "log_ratio": 0.0,  # until `loss` has compared
+            "log_ratio": 0.0,  # `loss` raises it
         }
-        own = self.own(len(asked))
-        given = answers[own], log_p, advantages[own], self.job.tokenizer
-        rows = Answers([ids for ids, _ in asked[own]], *given)
+        own_prompts, own_answers = [ids for ids, _ in asked[self.own]], answers[self.own]
+        rows = Answers(own_prompts, own_answers, log_p, advantages[self.own], self.job.tokenizer)
         return replace(evaluate.batch_of(rows, range(len(rows)), self.world), objective=self)
 
-    def own(self, n: int) -> slice:
-        """Return which of n answers this rank gives."""
-        share = n // self.world.data_size
-        return slice(self.world.data_rank * share, (self.world.data_rank + 1) * share)
-
-    def rewarded(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
-        """Answer prompts, of which each rank has its share. Return all answers, log p of the tokens
-        of its own [B, tokens], and all rewards. Rank 0 rewards, since a reward may be random."""
-        world, own = self.world, self.own(len(asked))
-        answers, log_p = self.sample([ids for ids, _ in asked[own]], numbers[own])
-        parts = [(world.data_rank, answers)] * world.size
-        dist.all_gather_object(parts, parts[0])
-        answers = [*chain(*(part for _, part in sorted(dict(parts).items())))]
+    def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
+        """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
+        all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers. Rank 0
+        computes these, since a reward may be random."""
+        world, parts, answers = self.world, [None] * self.world.size, [None] * len(asked)
+        own_answers, log_p = self.sample([ids for ids, _ in asked[self.own]], numbers[self.own])
+        dist.all_gather_object(parts, (self.own, own_answers))
+        for own, its_answers in parts:
+            answers[own] = its_answers
         rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
         return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
 
     def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
-        """Return an answer to each prompt, and log p of its tokens. They are drawn from the model's
-        own distribution, since that is the one that is trained."""
+        """Return an answer to each prompt, and log p of its tokens [B, tokens]. They are drawn at
+        temperature 1 and without top_k and top_p, from the distribution that is trained."""
         model, log_p, in_training = self.job.model, [], self.job.model.training
         stop, seed = self.job.tokenizer.stop, self.args.seed
         options = dict(stop=stop, seed=seed, numbers=numbers, log_p=log_p)
         model.eval()
-        # Ranks may draw different numbers of tokens, so no forward may gather weights.
+        # Ranks may run forward different numbers of times, so forward must not all-gather weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
             answers = generate(model, prompts, self.args.max_new_tokens, **options)
         model.train(in_training)
@@ -222,29 +228,31 @@ class Rewards(evaluate.Prediction):
         for (_, record), answer in zip(asked, answers):
             text = self.text_of(answer)
             try:
-                rewards.append(float(reward(**record, answer=text)))
-                if not math.isfinite(rewards[-1]):
-                    raise ValueError(f"it returned {rewards[-1]}")
+                value = float(reward(**record, answer=text))
+                if not math.isfinite(value):
+                    raise ValueError(f"it returned {value}")
             except Exception as error:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 raise UserError(f"{self.args.reward}: {call} raised {error!r:.200}")
+            rewards.append(value)
         return rewards
 
     def text_of(self, answer: list[int]) -> str:
-        """Return the text of an answer. One that does not end is none: it would learn not to."""
+        """Return the text of an answer, or "" if it does not end: if such answers were rewarded,
+        the model would learn not to end."""
         tokenizer = self.job.tokenizer
         return tokenizer.decode(answer[:-1]) if answer[-1] in tokenizer.stop else ""
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's answers, given -log p of targets [B, T]."""
-        advantage, log_p, _ = batch.given.unbind(-1)
-        log_ratio = -losses - log_p  # 0 where there is no target
+        """Return the sum of the losses of a batch's tokens, given -log p of targets [B, T]."""
+        advantage, sampled_log_p, _ = batch.given.unbind(-1)
+        log_ratio = -losses - sampled_log_p  # 0 where there is no target
         gap = log_ratio.detach().abs().max()
         self.measured["log_ratio"] = gap.clamp(min=self.measured["log_ratio"])
         return -(log_ratio.exp() * advantage).sum()
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.given[..., 2].sum()  # of answers
+        return batch.given[..., 2].sum()  # the number of answers
 
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
@@ -259,23 +267,22 @@ class Rewards(evaluate.Prediction):
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
-        data, shares = self.job.val_set.samples, self.world.data_size
-        limit = min(self.args.eval_windows, len(data))
-        numbers = range(-1, -1 - math.ceil(limit / shares) * shares, -1)  # no answer of a step
-        asked = [data[(-1 - number) % limit] for number in numbers]  # ranks have equally many
-        answers, _, rewards = self.rewarded(asked, numbers)
+        prompts, shares = self.job.val_set.samples, self.world.data_size
+        limit = min(self.args.eval_windows, len(prompts))
+        padded = math.ceil(limit / shares) * shares  # so that ranks have equally many
+        asked = [prompts[i % limit] for i in range(padded)]
+        numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
+        answers, _, rewards = self.answer(asked, numbers)
         shown = zip(asked[: evaluate.SHOWN], answers)
         lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (_, record), answer in shown)
-        self.shown, rewards = "\n".join(lines), rewards[:limit]
+        self.shown = "\n".join(lines)
+        rewards = rewards[:limit]
         self.measured = {"reward": rewards.mean().item()}
         return Totals(-rewards.sum().item(), limit, 0)
 
 
-SCRIPT = Script(add_flags, complete, open_prompts, Rewards)
-
-
-def main() -> None:
-    finetune(SCRIPT)
+SCRIPT = Script(__doc__, add_flags, complete, open_prompts, Rewards)
+main = partial(finetune, SCRIPT)
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
 
 def stamped_step(training: Training, silent: list[str]) -> Callable:
     """Run train.py's step with time stamps, and return the function that reads them: `data` is the
-    wait for a batch that was read ahead, or `reference` or `sampling` what a task does before it;
-    `pass` is forward and backward, including the communication
+    wait for a batch that was read ahead; in its place preferences.py has `reference`, the base's
+    forward, and rewards.py `sampling`. `pass` is forward and backward, including the communication
     of gradients. Without collectives over the dimensions `silent`, if there are any, gradients are
     garbage: then discard them in place of the update."""
     world, optimizer, start = training.world, training.optimizer, time.perf_counter()

@@ -62,9 +62,9 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     add_training_flags(parser)
 
 
-def complete_finetuning(args: argparse.Namespace, what: str = "") -> argparse.Namespace:
-    """Check the flags that need no model, and set the default of --out, which says `what` was
-    trained for."""
+def complete_finetuning(args: argparse.Namespace, goal: str = "") -> None:
+    """Check the flags that need no model, and set the default of --out, which ends with the `goal`
+    of the training."""
     of_adapters = args.base_bits == 4 or args.merge or args.dropout or args.dora
     if args.all_weights and (of_adapters or args.reshard == "adapters"):
         names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters are for adapters"
@@ -80,9 +80,8 @@ def complete_finetuning(args: argparse.Namespace, what: str = "") -> argparse.Na
         raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
-    what = what or ("full" if args.all_weights else "lora")
-    args.out = args.out or Path("out") / f"{name}-{what}"
-    return args
+    goal = goal or ("full" if args.all_weights else "lora")
+    args.out = args.out or Path("out") / f"{name}-{goal}"
 
 
 def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:

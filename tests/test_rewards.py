@@ -108,7 +108,7 @@ def test_what_is_no_prompt_is_refused(given, tmp_path, line, says):
 
 def test_a_group_that_each_rank_normalizes_is_found(given, tmp_path):
     """A group of 8 is on two ranks."""
-    old, new = "groups.mean(1, keepdim=True)", "groups[:, self.own(8)].mean(1, keepdim=True)"
+    old, new = "groups.mean(1, keepdim=True)", "groups[:, self.own].mean(1, keepdim=True)"
     within = with_fault(tmp_path / "copy", "rewards", old, new)
     norms = []
     for nproc in (0, 2):

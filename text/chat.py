@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import eq, itemgetter
 
@@ -28,7 +28,7 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.conversations import LINE_FORMATS, OPTIONAL_FIELDS, Conversation, Sample, conversations
+from text.conversations import OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading
 from text.templates import render
 from text.tokenizer import Tokenizer
@@ -262,15 +262,16 @@ class Packed:
 
 
 class Rows(Packed):
-    """Samples, each in a row of its own, so that no mask is needed. The rows of a batch are as long
-    as its longest sample, rounded up to a multiple of `multiple`, which evaluation sets."""
+    """Samples in rows of their own, so that no mask is needed; each has `copies` equal rows. The
+    rows of a batch are as long as its longest sample, rounded up to a multiple of `multiple`, which
+    evaluation sets."""
 
     document_mask = False
 
-    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
+    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer, copies: int = 1):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
-        self.rows, self.pad = [[i] for i in range(len(samples))], 0
-        self.sources = [(len(samples), 1)]
+        self.rows, self.pad = [[i] for i in range(len(samples)) for _ in range(copies)], 0
+        self.sources = [(len(self.rows), 1)]
 
     def batch(self, indices: list[int | None]) -> Batch:
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
@@ -293,7 +294,7 @@ def open_samples(
     train_on_prompt: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
-    read: Callable[..., Iterator[Sample]] = conversations,
+    read: Callable[..., list[Sample]] = conversations,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
@@ -351,13 +352,13 @@ def _encode_all(
     seq_len: int,
     reading: Reading,
     train_on_prompt: bool = False,
-    read: Callable[..., Iterator[Sample]] = conversations,
+    read: Callable[..., list[Sample]] = conversations,
 ) -> tuple[list[Sample], str]:
     """Return the samples, truncated to seq_len tokens, without those that then have no target, and
     text that says how many were truncated or dropped. A pair that is too long is dropped: answers
     without their ends would teach to be short. Raise UserError if no sample is left."""
     usable, truncated, longest = [], 0, 0
-    samples = list(read(data, reading))
+    samples = read(data, reading)
     for sample in with_progress(samples, "encoding samples"):
         with reading.one(sample.where):
             encoded, n_slots = [], 0
@@ -376,8 +377,6 @@ def _encode_all(
             if all(flags.any() for _, flags in encoded) and not (sample.rejected and too_long):
                 truncated += too_long
                 usable.append(sample._replace(encoded=tuple(encoded)))
-    if not samples:
-        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
     if not usable:
         raise UserError(
             f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "

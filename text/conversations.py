@@ -242,15 +242,17 @@ def conversations(
     data: list[str],
     reading: Reading,
     parse: Callable | None = None,
-    default: Callable[[], Iterator[Sample]] | None = None,
+    default: Callable[[], Iterator[Sample]] = docstrings,
     expected: str = LINE_FORMATS,
-) -> Iterator[Sample]:
-    """Yield each sample of --data. The last three are given for pairs (text/pairs.py)."""
+) -> list[Sample]:
+    """Return the samples of --data. Pairs (text/pairs.py) have three other arguments."""
     if data == ["python"] and not Path("python").exists():
-        yield from (default or docstrings)()
-        return
-    for file in files_of(data, expected):
-        yield from read_conversations(file, reading, parse, expected)
+        return [*default()]
+    files = files_of(data, expected)
+    samples = [s for file in files for s in read_conversations(file, reading, parse, expected)]
+    if not samples:
+        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {expected}")
+    return samples
 
 
 def files_of(data: list[str], expected: str) -> Iterator[Path]:

@@ -6,14 +6,14 @@ conversations: lists of messages, or texts in which "Human:" and "Assistant:" be
 Anthropic's HH.
 
 A pair is a Sample with two conversations. text/chat.py packs both into one row, so that no rank and
-no microbatch has one without the other. Targets are the messages that the two do not share.
+no microbatch has one without the other. Targets are all answers but those in the messages with
+which both begin.
 """
 
 import itertools
 import re
 from collections.abc import Iterator
 from functools import partial
-from operator import eq
 from random import Random
 
 from plumbing.processes import UserError
@@ -25,8 +25,9 @@ SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 def pair_of(record: dict, where: str) -> list[Conversation]:
-    """Return the conversations with the chosen and with the rejected answer of a JSON object, with
-    `train: False` in what they share. Raise UserError where they differ before an answer."""
+    """Return two conversations from a JSON object, with the chosen and with the rejected answer.
+    The messages with which both begin say `train: False`. Raise UserError unless the first message
+    in which they differ is an answer of both."""
     prompt, pair = _messages(record.get("prompt", []), "user"), []
     for name in ("chosen", "rejected"):
         said = _messages(record.get(name), "assistant" if prompt else None)
@@ -35,36 +36,35 @@ def pair_of(record: dict, where: str) -> list[Conversation]:
         whole = said if said[: len(prompt)] == prompt else [*prompt, *said]
         fields = {field: record[field] for field in OF_BOTH & record.keys()}
         pair.append(conversation_of(fields | {"messages": whole}, f"{where}: {name}"))
-    shared = len([*itertools.takewhile(bool, map(eq, *pair))])
-    rest = [messages[shared:] for messages in pair]
-    if not all(messages and messages[0]["role"] == "assistant" for messages in rest):
+    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*pair))
+    shared = [message | {"train": False} for message, _ in equal]
+    rests = [messages[len(shared) :] for messages in pair]
+    if not all(rest and rest[0]["role"] == "assistant" for rest in rests):
         raise UserError(f"{where}: chosen and rejected must first differ in an answer, and do not")
-    same = [message | {"train": False} for message in pair[0][:shared]]
-    return [[*same, *messages] for messages in rest]
+    return [shared + rest for rest in rests]
 
 
 def _messages(said: object, role: str | None) -> list | None:
-    """Return a list of messages as it is, and a text as one of this role; without a role, as the
-    messages of speakers that the text names. None for anything else."""
-    if isinstance(said, str) and role:
+    """Return the messages of a field: a list of them as it is, a text as one message of this role
+    or, without a role, as the turns of Human and Assistant. Return None for anything else."""
+    if not isinstance(said, str):
+        return said if isinstance(said, list) else None
+    if role:
         return [{"role": role, "content": said}]
-    if isinstance(said, str):
-        before, *turns = SPEAKER.split(said)
-        roles = ({"Human": "user", "Assistant": "assistant"}[name] for name in turns[::2])
-        said = [{"role": r, "content": text.strip()} for r, text in zip(roles, turns[1::2])]
-        return said if not before.strip() else None
-    return said if isinstance(said, list) else None
+    before, *turns = SPEAKER.split(said)  # "", role, text, role, text, ...
+    turns = zip(turns[::2], turns[1::2])
+    messages = [{"role": role.lower(), "content": text.strip()} for role, text in turns]
+    return messages if not before.strip() else None
 
 
 def docstring_pairs() -> Iterator[Sample]:
-    """Yield a pair for each conversation of the default data set: the true docstring, and a worse
-    one, which has the same words in another order or ends in the middle."""
+    """Yield a pair for each conversation of the default data set. The chosen answer is the true
+    docstring; the rejected one has the same words in another order, or only their first half."""
     for sample in docstrings():
         *prompt, answer = sample.messages
         words, random = answer["content"].split(), Random(answer["content"])
         worse = random.choice([words[: len(words) // 2], random.sample(words, len(words))])
         if worse and worse != words:
-            prompt = [message | {"train": False} for message in prompt]
             rejected = [*prompt, answer | {"content": " ".join(worse)}]
             yield sample._replace(rejected=rejected)
 
