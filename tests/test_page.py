@@ -141,6 +141,8 @@ EXACT = {  # a model, and how it is split
     "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
     # tp shards a bias with its rows. Of 64 elements of a rank FSDP has 22 in each of 3 shards.
     "FSDP x TP, biases": (replace(WIDE, qkv_bias=True), dict(dp="fsdp", shard=3, tp=2)),
+    "EP": (replace(WIDE, n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
+    "EP x TP": (replace(WIDE, n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
 }
 
 
