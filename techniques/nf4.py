@@ -159,8 +159,8 @@ def why_no_blocks(config: LlamaConfig, tp: int = 1) -> str:
 
 def refuses(work: Work) -> str:
     parallel = work.parallel
-    shards_bytes = parallel.strategy.uses_fsdp and parallel.reshard != "adapters"
-    if shards_bytes and torch.__version__ < "2.13":
+    is_fsdp = parallel.dp != "auto" and parallel.strategy.uses_fsdp
+    if is_fsdp and parallel.reshard != "adapters" and torch.__version__ < "2.13":
         return (
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"

@@ -24,7 +24,7 @@ LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
 SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 FORWARD_LOSS = "return self.loss(hidden, weight, targets, self.vocabulary)"
 
-MADE = "        self.feed_forward = FeedForward(config)\n"
+MADE = "        self.feed_forward = (mixture if config.n_experts else FeedForward)(config)\n"
 LATE = {MADE: f"{MADE}        self.late = layer == 5\n"}  # of six blocks
 RIGHT = {  # equal under every split
     "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},

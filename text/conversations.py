@@ -242,12 +242,12 @@ def conversations(
     data: list[str],
     reading: Reading,
     parse: Callable | None = None,
-    default: Callable[[], Iterator[Sample]] = docstrings,
+    default: Callable[[], Iterator[Sample]] | None = None,
     expected: str = LINE_FORMATS,
 ) -> list[Sample]:
     """Return the samples of --data. Pairs (text/pairs.py) have three other arguments."""
     if data == ["python"] and not Path("python").exists():
-        return [*default()]
+        return [*(default or docstrings)()]
     files = files_of(data, expected)
     samples = [s for file in files for s in read_conversations(file, reading, parse, expected)]
     if not samples:
