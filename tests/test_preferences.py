@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import exact
 import pytest
 import torch
-from conftest import hugging_face_model, launch, metrics, refused, succeed, with_fault
+from conftest import hugging_face_model, launch, metrics, needs_2_13, refused, succeed, with_fault
 from exact import GROUPED, assert_trained, case, effective_weights, plain_model
 from test_finetune import base, flags, last_factors  # noqa: F401
 from test_train import resumes
@@ -156,7 +156,7 @@ def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, base):  # n
     resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
 
 
-@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), dict(tp=2)])
+@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), pytest.param(dict(tp=2), marks=needs_2_13)])
 def test_bench_step_knows_the_second_forward(tmp_path, base, mesh):  # noqa: F811
     """Collectives are counted as predicted, but for one of tp, which a frozen embedding lacks."""
     path = written(tmp_path, [record(f"{n}", "yes" * (n % 5 + 1), "no") for n in range(60)])
