@@ -86,7 +86,7 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
     """Return the layers of a module whose outputs are saved: its `saved_products` and, if
-    `all_products`, other linear layers. Backward needs no output that is only added to the stream."""
+    `all_products`, its other linear layers but w2, whose output is only added to the stream."""
     names = list(getattr(module, "saved_products", ()))
     if missing := [name for name in names if not hasattr(module, name)]:
         raise UserError(
