@@ -303,7 +303,7 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
     return torch.compile(update_whole, dynamic=False) if compiled else update_parts
 
 
-# ------------------------------------------- which optimizer a training has, and what it is given
+# ------------------------------------------------------ the optimizer of a training, its gradients
 
 
 def make_optimizer(
