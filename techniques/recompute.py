@@ -40,7 +40,7 @@ from techniques.technique import Technique
 # Operators whose output is a matrix product, in async TP that of all_to_all_single. Techniques add
 # theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
-# Selective checkpointing expects the operators of forward again in a recomputation. It shall ignore
+# Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
 # FSDP's marks for profilers, of which a recomputation has fewer.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)

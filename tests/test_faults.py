@@ -65,7 +65,7 @@ FAULTS = {
         ("[Partial()] if replicated else None", "None"),
     ],
     "optimizers": [
-        ("math.sqrt(max(parameter.shape))", "math.sqrt(max(update.shape))"),
+        ("max(parameter.shape[-2:])", "max(update.shape[-2:])"),
         ("shard_of(whole, matrix, at) for", "shard_of(whole, matrix) for"),
         ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
     ],
