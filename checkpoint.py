@@ -59,7 +59,7 @@ from files.published import small_logits
 from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
-from plumbing.devices import use_gpu
+from plumbing.devices import use_gpu_in_thread
 from plumbing.new_files import remove
 from plumbing.parser import Parser
 from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
@@ -111,7 +111,7 @@ class Saver(contextlib.AbstractContextManager):
         self.flags = flags
         self.lora = adapter_settings(model)
         gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        begin = use_gpu if gpu else None
+        begin = use_gpu_in_thread if gpu else None
         self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if flags.get("async_save") else None
         self.pending: Future | None = None  # the save in the background
         self.newest: Path | None = None  # what `save` has returned last
@@ -308,8 +308,9 @@ def resume(
     if not (directory / "optimizer").is_dir():
         raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
     if is_adapter(directory) != bool(lora):
-        script = "finetune_lora.py" if is_adapter(directory) else "train.py"
-        raise UserError(f"{directory} was saved by {script}: resume it with that script")
+        adapter = "an adapter: resume it without --all-weights, by the script that saved it"
+        whole = "all weights: resume it with --all-weights, or by train.py if that saved it"
+        raise UserError(f"{directory} holds {adapter if is_adapter(directory) else whole}")
     if lora:
         saved_lora, stored = open_adapter(directory, model.config)
         check_same("adapter", saved_lora, lora)

@@ -81,17 +81,17 @@ def finetune(script: Script) -> None:
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
     task = script.make_task(args, job, world, work, sample_text)
     finished = train.train(args, job, world, runner, work, newest, task)
+    chat = " --chat" if getattr(args, "chat", True) else ""  # only rewards.py has this flag
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it exists if --resume found a finished run
             source = args.out / "best" if args.merge == "best" else args.out
             checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
-        print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
+        print(f"merged:     python generate.py {shlex.quote(str(merged))}{chat}")
     base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
     model = out if args.all_weights else f"{base} --adapter {out}"
     model += " --base-bits 4" if args.base_bits == 4 else ""
-    model += " --chat" if getattr(args, "chat", True) else ""  # only rewards.py has this flag
-    print_rank_zero(f"generate:   python generate.py {model}")
+    print_rank_zero(f"generate:   python generate.py {model}{chat}")
 
 
 def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple[setup.Job, list]:

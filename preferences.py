@@ -178,6 +178,5 @@ open_pairs = partial(open_conversations, read=pairs)
 SCRIPT = Script(__doc__, add_flags, complete, open_pairs, Preferences)
 main = partial(finetune, SCRIPT)
 
-
 if __name__ == "__main__":
     run(main)

@@ -284,6 +284,5 @@ class Rewards(evaluate.Prediction):
 SCRIPT = Script(__doc__, add_flags, complete, open_prompts, Rewards)
 main = partial(finetune, SCRIPT)
 
-
 if __name__ == "__main__":
     run(main)

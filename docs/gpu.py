@@ -1,15 +1,15 @@
-"""What to measure where there is one GPU for half an hour: commands, and what is expected of some.
+"""Measure what one GPU can tell in half an hour, and print what is expected beside it.
 
     python docs/gpu.py --part A --out gpu.json     what decides: rates, a step of 8B, its kernels
     python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft
     python docs/gpu.py --part C --out gpu.json     1B, 70B in 4 bits, some tests
     python docs/gpu.py --part A --dry-run          only lists the commands of a part
 
-A part takes less than nine minutes, its most telling commands first. Each runs in a process of its
-own, which frees its memory and has a time limit; if one fails, the others go on. The same call
-again goes on with what FILE.json does not have, or has as an error. The script finds the project by
-its own path: it has to be copied nowhere. It needs some 135 GB of GPU memory. Where a value is
-expected, one NVIDIA H200 gave it on 2026-11-27 (docs/measured.md).
+A part takes less than nine minutes, and runs its most telling commands first. Each command runs in
+a process of its own, which frees its memory and has a time limit; if one fails, the others still
+run. Called again, the script runs the commands whose results are missing in gpu.json, or errors. It
+may be called from any directory. It needs some 135 GB of GPU memory. Expected are the results of
+one NVIDIA H200 on 2026-11-27 (docs/measured.md).
 """
 
 import base64
@@ -40,7 +40,7 @@ from techniques.float8 import E4M3, float8_product, has_float8, product, rounded
 from techniques.optimizers import BFloat16AdamW  # noqa: E402
 
 PART_SECONDS = 530
-LEAST_SECONDS = 60  # that must be left of a part for another command to begin
+LEAST_SECONDS = 60  # if less is left of a part, no other command begins
 NEW = "not measured before"
 
 TOKENS = "--batch 8 --microbatch 2 --seq-len 4096"
@@ -52,7 +52,7 @@ STEP_8B = f"{STEP} llama3.1-8b --moments bfloat16 --compile --checkpointing"
 COMPARE = 'bench.py compare "{}" --dtype bfloat16 --repeats 5 --model'
 LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
 QLORA_70B = "llama3.1-70b --batch 1 --seq-len 8192 --lora --base-bits 4 --repeats 2"
-PARTS = {  # part -> name, command and what is expected, the most telling first
+PARTS = {  # of each part: names, commands and expected results
     "A": [
         ("rates", "docs/gpu.py --measure rates", "beside each"),
         ("8B, products saved", f"{STEP_8B} products", "11,653 tokens/s, 60.6 % MFU, 130.1 GB"),
@@ -77,22 +77,22 @@ PARTS = {  # part -> name, command and what is expected, the most telling first
     ],
 }
 
-# ------------------------------------------------------------------------------ measured in here
+# ------------------------------------------------------- measurements that no other command makes
 
-ON_GPU = torch.cuda.is_available()  # without one, everything is small: does it run?
+ON_GPU = torch.cuda.is_available()  # without one, sizes are small, so that a CPU tests this script
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 
 def seconds_of(operation, burst: int = 10) -> float:
-    """Return the median time of an operation. A burst of them hides the start of the first."""
+    """Return the median time of an operation. In a burst, starting the kernels costs no time."""
     bursts = {"burst": lambda: [operation() for _ in range(burst)]}
     rounds = instruments.run_in_turns(bursts, repeats=7)
     return statistics.median(rounds["burst"]["step"]) / burst
 
 
 def measure_rates() -> dict[str, str]:
-    """Return the rates of the operations that a training step is made of, in 10^12 a second."""
+    """Return rates of the operations of a training step: FLOP or bytes, in 10^12 a second."""
     n, head_dim, widths, rates = (8192 if ON_GPU else 64), 128, (32, 8, 8, 32), {}
     random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
 
@@ -114,13 +114,13 @@ def measure_rates() -> dict[str, str]:
                 add(f"FLOP of a product {how}, {recipe}", operation, 2 * n**3, rate)
     q, k, v, grad = (random(1, n, heads, head_dim).requires_grad_() for heads in widths)
     attention = lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)  # noqa: E731
-    # Two products forward and five backward, of which causality leaves half.
+    # Two products in forward and five in backward, 2 n n head_dim FLOP each; the mask leaves half.
     add("FLOP of attention", attention, 7 * n * n * 32 * head_dim, 499)
     weights = [torch.nn.Parameter(random(n // 4, n).float()) for _ in range(8)]
     optimizer = BFloat16AdamW(weights, lr=1e-3, betas=(0.9, 0.95))
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    moved = 20 * sum(weight.numel() for weight in weights)  # bytes, as counted of its kernels
+    moved = 20 * sum(weight.numel() for weight in weights)  # 20 bytes a weight: see make_update
     add("bytes of AdamW with moments in bfloat16", optimizer.step, moved, 3.84)
     source, target = random(8, n, n), random(8, n, n)
     add("bytes of a copy", lambda: target.copy_(source), 2 * source.nbytes, 4.23)
@@ -128,7 +128,7 @@ def measure_rates() -> dict[str, str]:
 
 
 def measure_kernels() -> dict[str, float]:
-    """Return the seconds of a step of 8B, and of the kernels that take most of them."""
+    """Return the seconds of a step of 8B, and those of the 20 kernels that take longest."""
     name, seq_len = ("llama3.1-8b", 4096) if ON_GPU else ("tiny", 32)
     settings = dict(checkpointing="products", moments="bfloat16")
     parallel = ParallelConfig(dtype=DTYPE, compile=ON_GPU, **settings)
@@ -147,7 +147,7 @@ def measure_kernels() -> dict[str, float]:
 
 
 def measure_generation() -> dict[str, float]:
-    """Return how many tokens a second 8B writes after a prompt of 512, by rows of the batch."""
+    """Return how many tokens a second 8B writes to one, and to eight prompts of 512 tokens."""
     n_tokens = 128 if ON_GPU else 4
     model = instruments.build_on_meta(PRESETS["llama3.1-8b" if ON_GPU else "tiny"]).to(DTYPE)
     allocate(model, DEVICE)
@@ -168,7 +168,7 @@ MEASURES = dict(rates=measure_rates, kernels=measure_kernels, generation=measure
 
 def write_tokenizer(file: Path) -> None:
     """Write a tokenizer with as many tokens as Llama 3's: all of one and two bytes, some of three.
-    bench.py step trains on text, and its model has as many embeddings as the tokenizer tokens."""
+    In bench.py step the tokenizer decides how many embeddings the model has."""
     sequences = (itertools.product(range(256), repeat=n) for n in (1, 2, 3))
     tokens = map(bytes, itertools.islice(itertools.chain(*sequences), 128_000))
     lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
@@ -176,7 +176,7 @@ def write_tokenizer(file: Path) -> None:
 
 
 def run_command(line: str, directory: Path, timeout: float) -> object:
-    """Return what bench.py writes to --json, the last line of another command, or an error."""
+    """Return what bench.py writes to --json, the last line of any other command, or an error."""
     (file := directory / "result.json").unlink(missing_ok=True)
     words = shlex.split(line.replace("TOKENIZER", str(directory / "tokenizer.model")))
     if words[0] == "bench.py":
@@ -194,7 +194,7 @@ def run_command(line: str, directory: Path, timeout: float) -> object:
 
 
 def run_part(part: str, out: Path) -> None:
-    """Run the commands of a part of which FILE.json has no result, and write it after each."""
+    """Run the commands of a part that have no result in the file `out`, and write it after each."""
     ends = time.monotonic() + PART_SECONDS
     results = json.loads(out.read_text()) if out.exists() else {}
     with tempfile.TemporaryDirectory() as directory:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device is a GPU that multiplies in bfloat16: of NVIDIA's, those from compute
-    capability 8.0 on. A T4 (7.5) or V100 (7.0) only emulates it, and has no attention in it."""
+    """Return whether a device is a GPU that multiplies in bfloat16. NVIDIA's do from compute
+    capability 8.0 on. A T4 (7.5) or V100 (7.0) only emulates it, and has no kernel of attention."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -27,8 +27,8 @@ def has_triton(device: torch.device) -> bool:
 
 
 def use_flash_attention_3(device: torch.device) -> bool:
-    """Compute attention by FlashAttention 3 if its package is installed and the GPU is a Hopper.
-    Return whether it is used. Without it, packed documents have the kernel of FlashAttention 2."""
+    """Let FlashAttention 3 compute attention if its package is installed and the GPU is a Hopper.
+    Return whether it does. Otherwise FlashAttention 2 computes that of packed documents."""
     is_nvidia = device.type == "cuda" and not torch.version.hip
     is_hopper = is_nvidia and torch.cuda.get_device_capability(device)[0] == 9
     uses_it = is_hopper and importlib.util.find_spec("flash_attn_interface") is not None
@@ -37,9 +37,9 @@ def use_flash_attention_3(device: torch.device) -> bool:
     return uses_it
 
 
-def use_gpu(gpu: int) -> None:
-    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
-    otherwise wait for training."""
+def use_gpu_in_thread(gpu: int) -> None:
+    """Let the calling thread use this GPU, with a stream of its own. On the common stream, its
+    copies from the GPU would wait for the kernels of training."""
     torch.cuda.set_device(gpu)
     torch.cuda.set_stream(torch.cuda.Stream())
 
@@ -47,11 +47,11 @@ def use_gpu(gpu: int) -> None:
 def connect(
     groups: Iterable[dist.ProcessGroup | None], device: torch.device, ordered: bool
 ) -> None:
-    """Let NCCL connect all ranks, and those of each group, in the same order everywhere. Otherwise
-    a group's first call would do it, somewhere in the first step, which then seems to hang.
+    """Let NCCL connect all ranks, and those of each group, now and in the same order everywhere.
+    Otherwise it connects at the first call in a group, and the first step seems to hang.
 
-    If `ordered`, calls run in the order in which the host starts them, also where a block
-    communicates in two groups: in other orders on other ranks, calls could wait in a circle."""
+    If `ordered`, a GPU runs its calls in the order in which its process started them, also those of
+    different groups. If ranks ran them in different orders, they could wait for each other."""
     if ordered:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # read when NCCL first connects
     for group in (dist.group.WORLD, *filter(None, groups)):
@@ -60,9 +60,9 @@ def connect(
 
 
 def take_gpu(device: torch.device) -> None:
-    """Let this process use a GPU, and keep its last allocations, with the lines of Python that made
-    them. torch takes this for fast enough to be always on: 2 microseconds for each."""
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # less is lost between tensors of many sizes
+    """Let this process use a GPU. Record its last allocations, with the lines of Python that made
+    them, for memory_snapshot: each takes 2 microseconds more."""
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # less memory is lost to fragmentation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(device)
     torch.cuda.memory._record_memory_history(max_entries=50_000, stacks="python")
@@ -81,7 +81,7 @@ def memory_snapshot() -> str:
 
 
 def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors as autocast, if it is on, gives them to torch's own products."""
+    """Return tensors in autocast's dtype if it is on, as torch's own matrix products get them."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return [*tensors]
@@ -89,5 +89,5 @@ def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype in which sums of a step are kept: float64, which Apple's GPUs lack."""
+    """Return the dtype for sums of losses and tokens: float64, or float32 on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -6,7 +6,7 @@ at a time. Forward computes a chunk's gradients while its logits exist. So backw
 nothing: it multiplies these gradients by the gradient of the loss.
 
     plain                3 N V elements, in float32
-    in chunks            3 n V elements, and N D + V D of gradients, as a plain loss has as well
+    in chunks            3 n V elements, and already in forward the gradients, N D + V D
     in compiled chunks   2 n V elements, in bfloat16: the logits and their gradient
 
 Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU this takes
@@ -15,9 +15,9 @@ longer than the matrix products of a small chunk, so chunks are larger there.
 Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. On a
 GPU, with --compile, a chunk's loss is compiled: it reads the logits twice in forward and once in
 backward. With tensor parallelism it is not compiled.
-torch's F.linear_cross_entropy(options=...) computes in such chunks, too (torch 2.13), but no other
-loss, and it needs the whole vocabulary. Liger Kernel fuses the operations of the loss into one
-kernel. Here each operation reads and writes a chunk's logits, unless it is compiled.
+torch's F.linear_cross_entropy(options=...) computes in such chunks, too (torch 2.13). But it knows
+no other loss than cross entropy, and needs the whole vocabulary on each rank. Liger Kernel fuses
+the operations of the loss into one kernel. Here only those of compiled chunks are fused.
 """
 
 from functools import partial
@@ -42,8 +42,8 @@ def tokens_at_a_time(on_gpu: bool, compiled: bool) -> int:
 def chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, compiled=None
 ) -> Tensor:
-    """Return model.py's sum_of_losses(hidden, weight, targets, vocabulary). `compiled`: that
-    function, compiled, for training.
+    """Return what model.py's sum_of_losses does for the same arguments. `compiled` is None or the
+    compiled sum_of_losses, which is used in training.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar."""
     in_training = torch.is_grad_enabled()
@@ -58,8 +58,8 @@ def cross_entropies(
 ) -> Tensor:
     """Return -log p of each target, 0 for IGNORE, in float32 or float64: [B, T].
 
-    For objectives that are no sum over tokens: only backward knows what a token counts, so there
-    each chunk computes its logits again."""
+    An objective that is no sum over targets makes its loss of these. So the gradients of a chunk
+    are unknown before backward, which computes the logits of each chunk again."""
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = logits_of(hidden, weight)

@@ -213,14 +213,14 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # 0.999 they would be lost.
 
 
-ELEMENTS_AT_A_TIME = 1 << 18  # of an uncompiled update: they fit in a CPU's cache
+ELEMENTS_AT_A_TIME = 1 << 18  # so many of a parameter fit in a CPU's cache
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW as in torch (Loshchilov and Hutter 2019, arXiv:1711.05101), but its moments are rounded
     to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
-    Each group has its own weight_decay. Before a step, `gradient_scale` may be set to a factor of
-    all gradients: it multiplies them as it reads them.
+    Each group has its own weight_decay. If `gradient_scale` is set before a step, the update
+    multiplies gradients by it, which saves reading and writing them once more.
 
     Raises ValueError for a beta above 0.99."""
 
@@ -232,28 +232,28 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update all parameters that have a gradient; those of a group have taken as many steps.
-        `closure` is ignored; it is there for callers that pass None."""
-        updates = defaultdict(list)  # of each block, and of all else
+        """Update all parameters that have a gradient. Those of a group have to have taken the same
+        number of steps. `closure` is ignored; it is there for callers that pass None."""
+        batches = defaultdict(list)  # of parameters: of each block, and of all outside of blocks
         for group in self.param_groups:
             names = group.get("param_names", [""] * len(group["params"]))
-            numbers, settings = None, (*group["betas"], group["eps"])
+            factors, settings = None, (*group["betas"], group["eps"])
             for name, parameter in zip(names, group["params"]):
                 if parameter.grad is not None:
                     tensors, step = self._advance(parameter)
-                    numbers = numbers or numbers_of_step(group, step)
-                    # torch 2.11 fails to compile for one element.
+                    factors = factors or factors_of_step(group, step)
+                    # torch 2.11 cannot compile an update of one element.
                     compiled = len(tensors[0]) > 1 and has_triton(tensors[0].device)
                     block = name.split(".")[1] if name.startswith("layers.") else ""
-                    updates[settings, compiled, block].append((*tensors, *numbers))
-        for (settings, compiled, _), parameters in updates.items():
-            make_update(*settings, compiled)(parameters, self.gradient_scale)
+                    batches[settings, compiled, block].append((*tensors, *factors))
+        for (settings, compiled, _), batch in batches.items():
+            make_update(*settings, compiled)(batch, self.gradient_scale)
         self.gradient_scale = None
 
     def _advance(self, parameter: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Count a step; return the parameter, its gradient and its moments, and the steps so far.
-        Each tensor is flattened to [n]: by `view` where the update writes; the gradient may be a
-        copy."""
+        """Count a step. Return the parameter, its gradient and its moments, each flattened to [n],
+        and the number of steps. The update writes to views of all but the gradient, which may
+        therefore be a copy."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -265,10 +265,10 @@ class BFloat16AdamW(torch.optim.Optimizer):
         return (weight, to_local(parameter.grad).reshape(-1), mean, square), state["step"].double()
 
 
-def numbers_of_step(group: dict, step: Tensor) -> tuple[Tensor, ...]:
-    """Return what changes in every step: the learning rate and the correction of the moments, and
-    what a weight keeps. They are tensors, since a Python number would be compiled in, and on the
-    CPU, where reading them does not wait for the GPU."""
+def factors_of_step(group: dict, step: Tensor) -> tuple[Tensor, ...]:
+    """Return the factors that change from step to step: the learning rate, corrected for the first
+    moment, the correction of the second, and the factor of weight decay. They are tensors, since
+    Python numbers would be compiled in, and on the CPU, where reading does not wait for the GPU."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     keep = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), 1 - beta2**step, keep
@@ -276,10 +276,10 @@ def numbers_of_step(group: dict, step: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Callable[..., None]:
-    """Return a function that updates parameters and their moments in place. Compiled, it is one
-    call, and a kernel for each parameter that reads and writes 20 bytes a weight.
-    It is compiled for each block's shapes: a kernel for any length does not know that it may read
-    several elements at once. Uncompiled, it reads and writes several times as many bytes."""
+    """Return a function that updates parameters and their moments in place. Compiled, it runs one
+    kernel for each parameter, which reads and writes 20 bytes a weight. Uncompiled, it reads and
+    writes several times as many bytes. It is compiled for fixed shapes, since a kernel for any
+    length reads its elements one by one."""
 
     def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep, scale):
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -292,8 +292,8 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
         weight.mul_(keep).sub_((mean * rate).div_(denominator))
 
     def update_whole(parameters, scale):
-        for tensors_and_numbers in parameters:
-            update(*tensors_and_numbers, scale)
+        for tensors_and_factors in parameters:
+            update(*tensors_and_factors, scale)
 
     def update_parts(parameters, scale):
         for *tensors, rate, correction, keep in parameters:
@@ -338,8 +338,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor], s
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's part of each gradient, and its share of the squared norm: over all `ranks`
-    the shares add up to the norm's square. Raise UserError if a parameter has no gradient."""
+    """Return this rank's part of each gradient, and a share of their squared norm: over all `ranks`
+    the shares add up to it. Raise UserError if a parameter has no gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):

@@ -1,10 +1,10 @@
 """Activation checkpointing: forward saves less, and backward computes it again.
 
-               elements saved per token and block                        products repeated
+    level      elements saved for a token in a block                     products computed again
     none       6 D + 2 KV E + 3 F                                        none
-    products   4 D + 2 KV E + 2 F: the block's input, the outputs of     none
-               attention and of each layer but w2
-    selective  3 D + KV E + F: as above, but not those of wq, wv, w1     wq wv w1
+    products   4 D + 2 KV E + 2 F: the block's input, attention's        none
+               output, and the output of each linear layer but w2
+    selective  3 D + KV E + F: the same without wq, wv and w1            wq wv w1
     full       D: the block's input; compiled, also attention's output   all but w2
 
 Letters as in model.py. Uncompiled, `none` also saves silu(gate), F elements, and on a CPU the
@@ -12,10 +12,10 @@ normalized x of both norms, 2 D elements. Uncompiled, `full` also computes atten
 
 Under FSDP recomputation sends nothing more, since backward all-gathers the weights anyway. Under
 tensor parallelism it repeats the 2 L all-gathers of forward and, with full in uncompiled blocks, L
-reduce-scatters. What is recomputed beside products, norms, RoPE and SwiGLU, takes little time.
-Use when activations do not fit: the first of these levels that does. Avoid when they fit with a
+reduce-scatters. Norms, RoPE and SwiGLU are computed again at each level but none: that is fast.
+Use when activations do not fit: take the first level with which they do. Avoid when they fit with a
 smaller microbatch.
-The compiler can choose what to save by itself, within the share of memory that its setting
+torch.compile can choose by itself what to save, within the share of memory that its setting
 activation_memory_budget allows. Here there are only these levels.
 
 This file also applies torch.compile, since the order of compiling and checkpointing matters.
@@ -37,9 +37,11 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators that return a matrix product; async TP's is all_to_all_single. Techniques add theirs.
+# Operators whose output is a matrix product, in async TP that of all_to_all_single. Techniques add
+# theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
-# FSDP's marks for profilers: within a block, a recomputation has fewer of them.
+# Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
+# FSDP's marks for profilers, of which a recomputation has fewer.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
@@ -49,17 +51,16 @@ FEW = "amax", "all_reduce"  # operators with small results: see float8.py
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
 
-    So parameters keep their names, and FSDP's all-gather stays outside of forward. Checkpointing
-    goes inside of what is compiled, so that the compiler sees what to save, and leaves out of the
-    recomputation what backward does not need. One graph serves all blocks, except that block 0 has
-    another above a frozen embedding, since its input needs no gradient.
-    Each input shape has its own graph (dynamic shapes would confuse DTensor).
-    Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
+    So parameters keep their names, and FSDP's all-gather stays outside of forward. The compiled
+    function contains the checkpoint: so the compiler sees what to save, and does not compute again
+    what backward does not need. All blocks have one graph for each input shape (dynamic shapes
+    would confuse DTensor). Above a frozen embedding block 0 has another, since its input needs no
+    gradient. Use compile for long runs: it starts slowly, and fuses what is no matrix product.
     """
     if compile:
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
         torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
-        torch._dynamo.config.skip_nnmodule_hook_guards = False  # marks differ: see mark_products
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # hooks differ: mark_products
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
@@ -71,7 +72,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
                 for layer in saved_layers(module, all_products=checkpointing == "products"):
                     mark_products(layer)
         if checkpointing != "none":
-            # A compiler that did not save attention would also save the random state before it.
+            # Compiled, full saves attention's output, too: else its random state would be saved.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
         if compile:
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -84,8 +85,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 
 def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
-    """Return the layers of a module whose outputs are saved: those of its `saved_products`, and for
-    `all_products` the others, too. What is only added to the residual stream is not needed."""
+    """Return the layers of a module whose outputs are saved: its `saved_products` and, if
+    `all_products`, its other linear layers but w2, whose output is only added to the stream."""
     names = list(getattr(module, "saved_products", ()))
     if missing := [name for name in names if not hasattr(module, name)]:
         raise UserError(
@@ -100,8 +101,8 @@ def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
 
 
 def mark_products(layer: nn.Module) -> None:
-    """Mark the layer's matrix products for the policy below, which sees operators, in compiled
-    blocks too, but not their layers. aten.alias, which computes nothing, runs before each."""
+    """Let aten.alias, which computes nothing, run before the layer's matrix product. The policy
+    below sees operators but not their layers, and takes this operator for a mark."""
     if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
         layer.saves_chunks = True
     else:
@@ -116,10 +117,9 @@ def is_attention(operator: str) -> bool:
 
 def _selective_context():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
-    that are marked, but not of LoRA's thin products. In 8 bits, also the largest numbers, which are
-    few, so that backward does not read all of a tensor to find them again."""
-    # context.is_recompute -> True if a mark came since the last product, in forward or in backward
-    has_mark = {}
+    that are marked, but not of LoRA's thin products. In 8 bits, also save the largest element of
+    each tensor or row, so that backward does not read all elements to find it again."""
+    has_mark = {}  # is it a recomputation? -> True after a mark, until the next product
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__
@@ -140,7 +140,7 @@ def apply(model: Llama, world) -> None:
 
 
 def suggests(facts) -> str:
-    """Advise to remove the model's own checkpoint, or to checkpoint less if that fits in memory."""
+    """Advise to remove a checkpoint that the model itself has, or a level that recomputes less."""
     kind = facts.parallel.checkpointing
     needed_runs = 2 if facts.parallel.repeats_attention else 1
     if facts.attentions > needed_runs:

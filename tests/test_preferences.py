@@ -93,9 +93,10 @@ def test_what_is_no_pair_is_refused(tmp_path, line, says):
         open_samples([written(tmp_path, [line])], BYTES, 128, read=pairs)
 
 
-def test_a_line_that_is_no_json_is_refused(tmp_path):
-    (tmp_path / "pairs.jsonl").write_text("Hi, Hello, Go")
-    with pytest.raises(UserError, match=r"is not a JSON object: give .*chosen"):
+@pytest.mark.parametrize("text, says", [("Hi, Go", "is not a JSON object"), ("", "holds no conv")])
+def test_a_file_without_pairs_is_refused(tmp_path, text, says):
+    (tmp_path / "pairs.jsonl").write_text(text)
+    with pytest.raises(UserError, match=says + ".*: give .*chosen"):
         open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
 
 
@@ -137,10 +138,8 @@ def test_a_run_begins_at_log_2_and_resumes(tmp_path, base, nproc):  # noqa: F811
     assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12) and rows[0]["accuracy"] == 0
     assert rows[0].keys() >= names and rows[1].keys() >= {f"val_{name}" for name in names}
     assert "bits_per_byte" not in rows[0] and rows[3]["loss"] < rows[0]["loss"]
-    assert (
-        f"validation loss {rows[3]['val_loss']:.4f}, {rows[3]['val_accuracy']:.4f} accur"
-        in result.out
-    )
+    shown = f"validation loss {rows[3]['val_loss']:.4f}, {rows[3]['val_accuracy']:.4f} accur"
+    assert shown in result.out
     resumes(out, 2, last_factors, "preferences.py", *given, nproc=nproc)
 
 
@@ -151,9 +150,11 @@ def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, base):  # n
     given = flags(base, written(tmp_path, lines), out, **more)
     succeed("preferences.py", *given, nproc=2)
     rows = metrics(out)
-    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12)
-    assert rows[3]["loss"] < rows[0]["loss"]
+    log_2 = math.log(2)
+    assert rows[0]["loss"] == pytest.approx(log_2, rel=1e-12) and rows[3]["loss"] < log_2
     resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
+    given.remove("--all-weights")
+    refused(launch("preferences.py", *given, "--resume", nproc=2), "resume it with --all-weights")
 
 
 @pytest.mark.parametrize("mesh", [dict(dp="fsdp"), pytest.param(dict(tp=2), marks=needs_2_13)])

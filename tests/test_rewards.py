@@ -81,8 +81,8 @@ def test_rank_0_rewards_all_answers(given, tmp_path):
     """So that a reward that is random, or reads a clock, does not give ranks other gradients."""
     body = "return int(os.environ['RANK'])"
     (tmp_path / "rank.py").write_text(f"import os\ndef reward(**given):\n    {body}\n")
-    more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp")
-    succeed(*command(given, tmp_path / "out", **more), nproc=2)
+    more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp", merge=True)
+    assert "--chat" not in succeed(*command(given, tmp_path / "out", **more), nproc=2).out
     assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
 
 
