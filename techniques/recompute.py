@@ -74,8 +74,14 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing != "none":
             # Compiled, full saves attention's output, too: else its random state would be saved.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
-        if compile:
+        if compile and (checkpointing == "none" or not has_uncompiled(block)):
             block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def has_uncompiled(module: nn.Module) -> bool:
+    """Return whether @torch.compiler.disable stands before the forward of a module in this one. The
+    compiler divides a graph there, which it cannot do within a checkpoint."""
+    return any(hasattr(type(m).forward, "_torchdynamo_disable") for m in module.modules())
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
@@ -139,6 +145,13 @@ def apply(model: Llama, world) -> None:
     recompute_and_compile(model, world.parallel.checkpointing, world.parallel.compile)
 
 
+def about(model: Llama, world) -> str:
+    parallel = world.parallel
+    if parallel.compile and parallel.checkpointing != "none" and has_uncompiled(model):
+        return "blocks are not compiled (with --checkpointing none, most of each would be)"
+    return ""
+
+
 def suggests(facts) -> str:
     """Advise to remove a checkpoint that the model itself has, or a level that recomputes less."""
     kind = facts.parallel.checkpointing
@@ -158,4 +171,5 @@ def suggests(facts) -> str:
     return ""
 
 
-TECHNIQUE = Technique("", apply, suggests=suggests)  # always used: it also applies --compile
+# Always used: it also applies --compile.
+TECHNIQUE = Technique("", apply, about=about, suggests=suggests)

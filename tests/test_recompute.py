@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
+from techniques import recompute
 
 CONFIG = LlamaConfig(64, 1, 4, 4, 176, vocab_size=64)
 
 
-def graphs_of_a_block(monkeypatch, tp: int = 1, **parallel) -> dict[str, Graph]:
+def graphs_of_a_block(monkeypatch, tp=1, config=CONFIG, **parallel) -> dict[str, Graph]:
     """Return the graphs that the compiler makes of a block's forward and backward."""
     graphs = {}
 
@@ -39,7 +41,7 @@ def graphs_of_a_block(monkeypatch, tp: int = 1, **parallel) -> dict[str, Graph]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     process = Process(rank=0, size=tp, local_rank=0, per_node=tp, device=torch.device("cpu"))
     world = with_mesh(process, ParallelConfig(tp=tp, compile=True, **parallel))
-    model = build_on_meta(CONFIG)
+    model = build_on_meta(config)
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     runner(tokens, tokens).backward()
@@ -51,6 +53,24 @@ def count(graph: Graph, *names: str) -> int:
     """Return how many operators of a graph have one of these names."""
     called = (node.target.__name__ for node in graph.nodes if node.op == "call_function")
     return sum(operator.split(".")[0] in names for operator in called)
+
+
+WITH_EXPERTS = replace(CONFIG, n_experts=4)
+
+
+@pytest.mark.parametrize("kind", ["none", "products", "full"])
+def test_a_run_says_that_blocks_with_experts_are_not_compiled(monkeypatch, kind):
+    """The compiler leaves out experts, and within a checkpoint all else with them."""
+    world = SimpleNamespace(parallel=ParallelConfig(compile=True, checkpointing=kind))
+    for config, is_compiled in ((CONFIG, True), (WITH_EXPERTS, kind == "none")):
+        with monkeypatch.context() as patch:
+            assert bool(graphs_of_a_block(patch, config=config, checkpointing=kind)) == is_compiled
+        told = recompute.about(build_on_meta(config), world)
+        assert told.startswith("blocks are not compiled") != is_compiled
+    with monkeypatch.context() as patch:
+        patch.setattr(recompute, "has_uncompiled", lambda module: False)
+        graphs = graphs_of_a_block(patch, config=WITH_EXPERTS, checkpointing=kind)
+    assert bool(graphs) == (kind == "none"), "torch can now: compile these blocks, too"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
