@@ -96,6 +96,9 @@ def load_reward(path: Path) -> Callable:
 # ---------------------------------------------------------------------------- prompts and answers
 
 
+EXPECTED = '{"prompt": "..."}'  # a line of the data
+
+
 def open_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
 ) -> tuple[Rows, Rows, list, str]:
@@ -106,8 +109,11 @@ def open_prompts(
     train, val = read(args.data)
     if args.val_data:
         train, val = train + val, [*chain(*read(args.val_data))]
-    if not train:
-        raise UserError(f"{' '.join(args.data)} holds no prompt to train on: give more")
+    for data, prompts in ((args.data, train), (args.val_data, val)):
+        if data and not prompts:
+            raise UserError(
+                f"{' '.join(data)} has too few prompts: give more lines like {EXPECTED}"
+            )
     val = val or train
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
     return Rows(train, tokenizer, args.group), Rows(val, tokenizer), [], summary
@@ -117,9 +123,9 @@ def read_prompts(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, data: list[str]
 ) -> tuple[list, list]:
     """Return the prompts to train on, and those that a hash holds out, each as (ids, record)."""
-    splits, expected = {"train": [], "val": []}, '{"prompt": "..."}'
-    for file in files_of(data, expected):
-        for number, where, record in read_records(file, expected, reading):
+    splits = {"train": [], "val": []}
+    for file in files_of(data, EXPECTED):
+        for number, where, record in read_records(file, EXPECTED, reading):
             with reading.one(where):
                 text = check_string(record.get("prompt"), f'{where}: "prompt" is')
                 if "answer" in record:

@@ -100,10 +100,12 @@ def test_refusals(given, tmp_path, flag, says):
     ('{"prompt": 3}', '"prompt" is 3'),
     ('{"prompt": "Hi", "answer": "Ho"}', "rename the field"),
     ("Hi", 'give {"prompt": "..."}'),
+    ("", "has too few prompts"),
 ])  # fmt: skip
 def test_what_is_no_prompt_is_refused(given, tmp_path, line, says):
     (tmp_path / "bad.jsonl").write_text(line)
-    refused(launch(*command(given, tmp_path / "out", data=tmp_path / "bad.jsonl")), says)
+    for flag in ("data", "val_data"):
+        refused(launch(*command(given, tmp_path / "out", **{flag: tmp_path / "bad.jsonl"})), says)
 
 
 def test_a_group_that_each_rank_normalizes_is_found(given, tmp_path):
