@@ -156,7 +156,7 @@ class ParallelConfig:
 
     @property
     def expert_replicate(self) -> int:
-        return self.replicate * self.shard * self.tp // (self.ep * self.expert_shard)
+        return self.replicate * self.shard * self.tp // self.stack_shard
 
     def shards(self, kind: str, of: str = "") -> int:
         """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state;
@@ -178,7 +178,7 @@ class ParallelConfig:
         """How far apart neighbours in such a group are."""
         strides = dict(shard=self.tp, cp=self.tp, replicate=self.tp * self.shard)
         strides |= dict(pp=self.size // self.pp, expert_shard=self.ep)
-        return (strides | dict(expert_replicate=self.ep * self.expert_shard)).get(dim, 1)
+        return (strides | dict(expert_replicate=self.stack_shard)).get(dim, 1)
 
     @property
     def grad_bytes(self) -> int:

@@ -77,7 +77,7 @@ class GPU(NamedTuple):
 
 GPUS = {
     "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
-    "h200": GPU(PEAK_FLOPS["H200"], 150, 4800, 450),  # of its 141 GB, as torch counts them
+    "h200": GPU(PEAK_FLOPS["H200"], 150, 4800, 450),  # sold as 141 GB; torch finds 150.1e9 bytes
     "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0)),
     "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0)),
     "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), caveat=NO_STEP),
