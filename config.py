@@ -198,6 +198,11 @@ class ParallelConfig:
         """Return whether the loss is compiled: on a GPU, where a rank has the whole vocabulary."""
         return on_gpu and self.compile and self.tp == 1
 
+    def fixes_shapes(self, on_gpu: bool) -> bool:
+        """Return whether shapes are those of any batch also in experts: if one kernel multiplies
+        the rows of all, and none are sent."""
+        return on_gpu and self.dtype == torch.bfloat16 and self.ep == 1
+
     @property
     def moment_bytes(self) -> int:
         return 2 if self.moments == "bfloat16" else self.grad_bytes

@@ -161,7 +161,9 @@ def describe_best(plan: Plan, question: Question) -> str:
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
     if work.model.config.ffn_uses > 1:
-        sentences.append("No published speed of such a model was compared with this.")
+        sentences.append(
+            "On an H200 such predictions were 6 % too fast with F = 14,336, 25 % with F = 768."
+        )
     elif not (plan.machine.measured or plan.machine.caveat):
         spread = SPREAD[kind_of(parallel)]
         sentences.append(

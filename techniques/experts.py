@@ -13,13 +13,12 @@ sorted by expert, so that those of an expert lie next to each other and are mult
 Balance. If most tokens choose the same experts, the others learn little, and under expert
 parallelism their ranks wait. So each expert has a bias, which counts in the choice but not in the
 weights, and falls while the expert gets more than its share (Wang et al. 2024, arXiv:2408.15664).
-The loss has no slope in it; in place of a gradient, backward gives it the number of tokens that the
-expert got too many. That is a sum over tokens, as gradients are: microbatches, ranks and
-recomputation add up to the excess of the whole batch, in whole numbers, and AdamW, whose step is
-nearly the sign, does what the paper does. A hook after the optimizer's step would have to sum
-counts over ranks, and to leave out what recomputation counts again. The usual auxiliary loss, X
-sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is a product of two
-means, which two halves of a batch do not add up to: how it is split would change what is learnt.
+The loss has no slope in it; in place of a gradient, backward gives it the excess of tokens. That is
+a sum over tokens, as gradients are: over microbatches and ranks it is that of the whole batch, in
+whole numbers, and AdamW, whose step is nearly the sign, does what the paper does. A hook after the
+optimizer's step would have to sum counts over ranks, and to leave out what is recomputed. The usual
+auxiliary loss, X sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is
+a product of two means, to which those of two halves of a batch do not add up.
 
 Use when FLOPs limit a training, and memory, links and text do not: for the time of K feed-forwards
 there are X of them to hold and to train. Avoid with little text, of which each expert sees K / X.
@@ -92,15 +91,18 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
     def forward(self, x, counts):
-        return grouped_product(x, self.own(self.weight), counts)
+        weight = self.own(self.weight)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        has_vectors = not any(size % 8 for size in weight.shape[1:])  # of 16 bytes
+        if x.is_cuda and x.dtype == torch.bfloat16 and has_vectors:
+            ends = counts.cumsum(0, dtype=torch.int32)  # which the host need not know
+            return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
+        return products_of_each(x, weight, counts)
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        x = x.to(torch.get_autocast_dtype("cuda"))
-    if x.is_cuda and x.dtype == torch.bfloat16:  # one kernel, and the host need not know counts
-        ends = counts.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
+@torch.compiler.disable  # its shapes change with every batch, and each would be compiled anew
+def products_of_each(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
     # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
     parts = zip(x.split(on_host(counts, len(x))), weight.unbind())
@@ -108,8 +110,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:
-    """Return counts [n], which add up to `total`; of a fake tensor (perf/instruments.py), which has
-    no contents, as if they were nearly equal."""
+    """Return counts [n], whose sum is `total`; of a fake tensor, without contents, equal ones."""
     if isinstance(counts, FakeTensor):
         return [(total + i) // len(counts) for i in range(len(counts))]
     return counts.tolist()
@@ -117,6 +118,7 @@ def on_host(counts: Tensor, total: int) -> list[int]:
 
 class Experts(nn.Module):
     writes_to_stream = ("w2",)
+    shapes_vary = True  # with the routing, see ParallelConfig.fixes_shapes
 
     def __init__(self, config, swiglu):
         super().__init__()
@@ -124,7 +126,6 @@ class Experts(nn.Module):
         self.swiglu = swiglu
         self.w1, self.w2, self.w3 = (GroupedLinear(X, *s, K) for s in ((D, F), (F, D), (D, F)))
 
-    @torch.compiler.disable  # shapes change with every batch, and each would be compiled anew
     def forward(self, rows, counts):
         return self.w2(self.swiglu(self.w1(rows, counts), self.w3(rows, counts)), counts)
 

@@ -45,10 +45,11 @@ PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
-FEW = "amax", "all_reduce"  # operators with small results: see float8.py
+# Operators with small results: see float8.py and experts.py, whose choice has to stay the same.
+FEW = "amax", "all_reduce", "topk"
 
 
-def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
+def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, divided=False) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
 
     So parameters keep their names, and FSDP's all-gather stays outside of forward. The compiled
@@ -74,14 +75,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing != "none":
             # Compiled, full saves attention's output, too: else its random state would be saved.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
-        if compile and (checkpointing == "none" or not has_uncompiled(block)):
+        if compile and not divided:  # see `about`
             block.forward = torch.compile(block.forward, dynamic=False)
-
-
-def has_uncompiled(module: nn.Module) -> bool:
-    """Return whether @torch.compiler.disable stands before the forward of a module in this one. The
-    compiler divides a graph there, which it cannot do within a checkpoint."""
-    return any(hasattr(type(m).forward, "_torchdynamo_disable") for m in module.modules())
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
@@ -142,12 +137,19 @@ def _selective_context():
 
 
 def apply(model: Llama, world) -> None:
-    recompute_and_compile(model, world.parallel.checkpointing, world.parallel.compile)
+    parallel, divided = world.parallel, bool(about(model, world))
+    recompute_and_compile(model, parallel.checkpointing, parallel.compile, divided)
 
 
 def about(model: Llama, world) -> str:
-    parallel = world.parallel
-    if parallel.compile and parallel.checkpointing != "none" and has_uncompiled(model):
+    """Say so if --compile leaves blocks as they are. The compiler divides a graph around what it
+    shall not compile, but it cannot divide a checkpoint."""
+    varies = not world.parallel.fixes_shapes(world.device.type == "cuda")
+    is_divided = any(
+        hasattr(type(m).forward, "_torchdynamo_disable") or (varies and hasattr(m, "shapes_vary"))
+        for m in model.modules()
+    )
+    if world.parallel.compile and world.parallel.checkpointing != "none" and is_divided:
         return "blocks are not compiled (with --checkpointing none, most of each would be)"
     return ""
 

@@ -30,6 +30,7 @@ from perf.instruments import Counted, build_on_meta, make_step, random_batch, si
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from runs.changed import check_documents
+from techniques import recompute
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
@@ -45,6 +46,7 @@ pytestmark = [
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 SMALL = LlamaConfig(256, 3, 4, 2, 512, vocab_size=1000)
+MIXTURE = replace(SMALL, n_experts=8)
 FLOAT64, FLOAT32, LOW = torch.float64, torch.float32, torch.bfloat16
 TOLERANCES = {FLOAT64: 1e-10, FLOAT32: 1e-4, LOW: 0.05}
 ADAPTERS = LoRA(8, alpha=32)
@@ -107,10 +109,10 @@ def gradients(model, runner, batch, world, microbatch=2) -> dict[str, torch.Tens
 
 
 @functools.cache
-def on_the_cpu(lora=None, packed=False) -> dict[str, torch.Tensor]:
+def on_the_cpu(lora=None, packed=False, config=SMALL) -> dict[str, torch.Tensor]:
     """Return the same in float64 of a plain model on the CPU."""
-    model = build_on_meta(SMALL, lora).to_empty(device="cpu").double()
-    model.load_state_dict(weights_of(SMALL, lora))
+    model = build_on_meta(config, lora).to_empty(device="cpu").double()
+    model.load_state_dict(weights_of(config, lora))
     batch = batch_of(4, 96, packed)
     loss = model(batch.tokens, batch.targets, batch.positions)
     loss.backward()
@@ -146,13 +148,13 @@ OTHERS = {
     "compiled": dict(compile=True),
     "compiled selective": dict(compile=True, checkpointing="selective"),
     "compiled full": dict(compile=True, checkpointing="full"),
-    "fsdp adapters": dict(dp="fsdp", reshard="adapters"),
 }
+ADAPTED = {"fsdp adapters": dict(dp="fsdp", reshard="adapters")}
 PACKED = False, True
 CASES = [
     *product(SPLITS, PACKED, [FLOAT64, FLOAT32], [None]),
     *product(["ddp", "fsdp adapters"], [False], [FLOAT64, FLOAT32], [ADAPTERS]),
-    *product([name for name in OTHERS if "compiled" in name], [False], [FLOAT32], [None]),
+    *product(OTHERS, [False], [FLOAT32], [None]),
     *product(["ddp", "fsdp full", "selective", "compiled"], PACKED, [LOW], [None, ADAPTERS]),
 ]
 
@@ -166,11 +168,33 @@ def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, l
     if dtype != LOW:
         request.getfixturevalue("same_angles")
     torch._dynamo.reset()
-    model, runner, world = built(process, SMALL, lora, **(SPLITS | OTHERS)[name], dtype=dtype)
+    model, runner, world = built(
+        process, SMALL, lora, **(SPLITS | OTHERS | ADAPTED)[name], dtype=dtype
+    )
     if world.parallel.offload:
         assert all(p.device.type == "cpu" for p in model.parameters())
     found = gradients(model, runner, batch_of(4, 96, packed), world)
     close(found, on_the_cpu(lora, packed), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32])
+@pytest.mark.parametrize("name", ["ddp", "selective", "fsdp full", "fsdp full offloaded"])
+def test_gradients_of_experts_are_those_of_the_cpu(process, same_angles, name, dtype):
+    model, runner, world = built(process, MIXTURE, **SPLITS[name], dtype=dtype)
+    found = gradients(model, runner, batch_of(4, 96, False), world)
+    close(found, on_the_cpu(config=MIXTURE), TOLERANCES[dtype])
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["ddp", "selective", "fsdp full", *OTHERS])
+def test_gradients_of_experts_in_one_kernel(process, name):
+    """Each token uses all experts: else those of some would change with rounding."""
+    torch._dynamo.reset()
+    config = replace(SMALL, n_experts=4, top_k=4, balance="none")
+    model, runner, world = built(process, config, **(SPLITS | OTHERS)[name], dtype=LOW)
+    assert not world.parallel.compile or not recompute.about(model, world)
+    found = gradients(model, runner, batch_of(4, 96, False), world)
+    close(found, on_the_cpu(config=config), TOLERANCES[LOW])
 
 
 def test_tensor_parallelism_of_one_rank(process, same_angles):
@@ -278,6 +302,8 @@ def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
 
 @needs_gpu
 def test_a_full_gpu_is_told(corpus, tmp_path):
+    gc.collect()
+    torch.cuda.empty_cache()  # of earlier tests, which `taken` would be taken from
     free, total = torch.cuda.mem_get_info()
     taken = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device=DEVICE)
     given = ["--model=llama3.2-1b", "--data", corpus, "--batch=2", "--seq-len=64", "--steps=1"]
@@ -290,21 +316,22 @@ def test_a_full_gpu_is_told(corpus, tmp_path):
 # ------------------------------------------------------------------------------- time and steps
 
 
-WAITING = [  # parallel, packed, adapters
-    ({}, False, None),
-    (dict(dp="fsdp") | FULL, True, None),
-    (dict(dp="zero1") | SELECTIVE, False, None),
-    (dict(moments="bfloat16") | OFFLOADING, True, None),
-    (dict(compile=True), True, ADAPTERS),
+WAITING = [  # model, parallel, packed, adapters
+    (SMALL, {}, False, None),
+    (SMALL, dict(dp="fsdp") | FULL, True, None),
+    (SMALL, dict(dp="zero1") | SELECTIVE, False, None),
+    (SMALL, dict(moments="bfloat16") | OFFLOADING, True, None),
+    (SMALL, dict(compile=True), True, ADAPTERS),
+    (MIXTURE, {}, False, None),
 ]
 
 
 @needs_gpu
-@pytest.mark.parametrize("options, packed, lora", WAITING)
-def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
+@pytest.mark.parametrize("config, options, packed, lora", WAITING)
+def test_a_step_waits_for_the_gpu_once(process, config, options, packed, lora):
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)  # some of which wait
-    model, runner, world = built(process, SMALL, lora, dtype=LOW, **options)
+    model, runner, world = built(process, config, lora, dtype=LOW, **options)
     optimizer = make_optimizer(model, world.parallel, lr=1e-4)
     batch, waits = batch_of(4, 96, packed).to(DEVICE), []
 

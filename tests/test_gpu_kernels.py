@@ -1,4 +1,4 @@
-"""Kernels on one GPU: attention by documents, 8 and 4 bits, the optimizers' (`pytest -m gpu`)."""
+"""Kernels on one GPU: attention by documents, experts, 8 and 4 bits, the optimizers'."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from test_gpu import pytestmark as pytestmark
 from lora import LoRA, LoRALinear
 from model import attend, document_mask
 from techniques.context_parallel import own_tokens
+from techniques.experts import GroupedLinear
 from techniques.float8 import float8_product, has_float8
 from techniques.nf4 import dequantized, quantized
 from techniques.optimizers import orthogonalize
@@ -76,6 +77,30 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
             results.append((out, *torch.autograd.grad(out, inputs, own_grad)))
         by_mask, by_lengths = results
         close(by_lengths, by_mask, 0.02)
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+@needs_gpu
+@pytest.mark.parametrize("F", [384, 6])
+@pytest.mark.parametrize("counts", [(40, 0, 100, 3, 57), (0, 0, 200, 0, 0), (0, 0, 0, 0, 0)])
+def test_grouped_products_in_bfloat16_are_those_of_the_cpu(counts, F):
+    """Also of experts without rows, whose weights get a gradient of zeros."""
+    torch.manual_seed(0)
+    shapes = (sum(counts), 256), (5, F, 256), (sum(counts), F)
+    x, weight, grad = (torch.randn(*shape, device=DEVICE).to(LOW) for shape in shapes)
+    results = []
+    for device, dtype in ((DEVICE, LOW), ("cpu", torch.float64)):
+        layer = GroupedLinear(5, 256, F, used=1).to(device, dtype)
+        layer.weight.data.copy_(weight)
+        inputs = x.to(device, dtype).requires_grad_()
+        y = layer(inputs, torch.tensor(counts, device=device))
+        found = torch.autograd.grad(y, [inputs, layer.weight], grad.to(device, dtype))
+        results.append([y, *found])
+    for ours, theirs in zip(*results, strict=True):
+        error = (ours.cpu().double() - theirs).norm()
+        assert ours.shape == theirs.shape and error <= 0.01 * theirs.norm()
 
 
 # -------------------------------------------------------------------------------- 8 and 4 bits
