@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import metrics, succeed
 from test_train import flags, same_metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import find_checkpoint, load_pretrained, read_config
 from costs.shapes import flops_per_token
@@ -19,6 +20,7 @@ from model import Llama, LlamaConfig, swiglu
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 from techniques.experts import EXCESS_SCALE, MixtureOfExperts
+from techniques.recompute import recompute_and_compile
 from text.tokenizer import load_tokenizer
 
 SMALL = LlamaConfig(16, 2, 2, 2, 24, 31, n_experts=8)
@@ -65,6 +67,25 @@ def test_a_mixture_is_the_dense_formula(X, K, balance):
         ours.backward(upstream)
         counts = used.sum((0, 1))
         assert torch.equal(bias.grad, (X * counts - counts.sum()).double() * EXCESS_SCALE)
+
+
+class CountTopK(TorchDispatchMode):
+    times = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.times += operator == torch.ops.aten.topk.default
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["none", "products", "selective"])
+def test_a_recomputation_does_not_choose_again(kind):
+    """Compiled, it might round scores otherwise, and take other experts."""
+    model = Llama(SMALL)
+    recompute_and_compile(model, kind, compile=False)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    with CountTopK() as counted:
+        model(tokens, tokens).backward()
+    assert counted.times == SMALL.n_layers
 
 
 def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):

@@ -60,9 +60,14 @@ WITH_EXPERTS = replace(CONFIG, n_experts=4)
 
 @pytest.mark.parametrize("kind", ["none", "products", "full"])
 def test_a_run_says_that_blocks_with_experts_are_not_compiled(monkeypatch, kind):
-    """The compiler leaves out experts, and within a checkpoint all else with them."""
+    """The compiler leaves out experts, and within a checkpoint all else with them. On a GPU it
+    compiles both in bfloat16, whose kernel takes all experts at once (tests/test_gpu.py)."""
     parallel = ParallelConfig(compile=True, checkpointing=kind)
     world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
+    for dtype, divided in ((torch.bfloat16, False), (torch.float32, kind != "none")):
+        in_dtype = replace(parallel, dtype=dtype)
+        of_gpu = SimpleNamespace(parallel=in_dtype, device=torch.device("cuda"))
+        assert bool(recompute.about(build_on_meta(WITH_EXPERTS), of_gpu)) == divided
     for config, is_compiled in ((CONFIG, True), (WITH_EXPERTS, kind == "none")):
         with monkeypatch.context() as patch:
             assert bool(graphs_of_a_block(patch, config=config, checkpointing=kind)) == is_compiled
