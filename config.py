@@ -62,7 +62,7 @@ def flag(
     default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT, only_dp=""
 ):
     """Return a field and its flag. `default` is for configurations built in code. `unset` is what
-    the parser stores if the flag is missing; with None or "auto" the run chooses. `only_dp` is the
+    the parser stores if the flag is missing; None leaves the choice to the run. `only_dp` is the
     --dp that the flag belongs to."""
     unset = default if unset is SAME_AS_DEFAULT else unset
     spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
@@ -146,12 +146,12 @@ class ParallelConfig:
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks that shard what --ep leaves on a rank of one copy of the experts."""
+        """Number of ranks over which FSDP shards the experts that --ep leaves on a rank."""
         return max(1, self.shard * self.tp // self.ep)
 
     @property
     def stack_shard(self) -> int:
-        """Number of ranks that have parts of a stack of matrices, which experts are."""
+        """Number of ranks that share a stack of matrices: the same matrix of all experts."""
         return self.ep * self.expert_shard
 
     @property
@@ -160,7 +160,7 @@ class ParallelConfig:
 
     def shards(self, kind: str, of: str = "") -> int:
         """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state;
-        `of` is "expert_" for what --ep leaves on a rank of experts."""
+        `of` is "expert_" for the experts under --ep."""
         dim = self.strategy.sharded.get(kind)
         return getattr(self, of + dim) if dim else 1
 
@@ -175,7 +175,7 @@ class ParallelConfig:
         return sizes.get(dim) or getattr(self, dim)
 
     def stride(self, dim: str) -> int:
-        """How far apart neighbours in such a group are."""
+        """How far apart neighbours in a group along `dim` are."""
         strides = dict(shard=self.tp, cp=self.tp, replicate=self.tp * self.shard)
         strides |= dict(pp=self.size // self.pp, expert_shard=self.ep)
         return (strides | dict(expert_replicate=self.stack_shard)).get(dim, 1)
@@ -199,8 +199,8 @@ class ParallelConfig:
         return on_gpu and self.compile and self.tp == 1
 
     def fixes_shapes(self, on_gpu: bool) -> bool:
-        """Return whether shapes are those of any batch also in experts: if one kernel multiplies
-        the rows of all, and none are sent."""
+        """Return whether experts, too, have the same shapes in every batch: one kernel multiplies
+        the rows of all experts, and no rows are sent."""
         return on_gpu and self.dtype == torch.bfloat16 and self.ep == 1
 
     @property
@@ -208,10 +208,10 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
-# Ranks along the first are farthest apart.
+# From the dimension whose ranks are farthest apart.
 DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
 OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along some
-# What is said of a dimension holds also for another, along which FSDP shards the experts.
+# Dimension -> the one whose rules it follows: FSDP shards experts along dimensions of their own.
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
@@ -221,8 +221,8 @@ RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMET
 def add_parallel_flags(
     parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS, **defaults: str
 ) -> None:
-    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` replace, in
-    the help of these fields, the default that training has."""
+    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` say in the
+    help of fields what their default is, where it is not that of training."""
     for name in names:
         metadata, default = FLAGS[name].metadata, FLAGS[name].default
         help = metadata["help"]
@@ -262,7 +262,7 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
 
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
     """Return the flags that ask for `parallel` on its processes: those not at their defaults, and
-    those that a run without them would choose. Given `before`, only those that differ from it."""
+    those that a run chooses by itself if they are missing. Given `before`, those that differ."""
     names = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
     # Only these strategies take --shard; with others its size follows from the processes.
     has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
@@ -300,7 +300,7 @@ class Work:
     seq_len: int  # tokens of a whole sequence
     document: int = 0  # tokens of a document, to which attention is confined; 0: the sequence
     on_gpu: bool = False
-    references: int = 0  # forwards of the step without gradients, of a base (preferences.py)
+    references: int = 0  # forwards of a base in a step, without gradients (preferences.py)
 
     @property
     def sequences(self) -> int:

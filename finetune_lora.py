@@ -54,7 +54,7 @@ class Script(NamedTuple):
 
     docstring: str  # its first line is the first of --help
     add_flags: Callable[[Parser], None]
-    complete: Callable[[argparse.Namespace], None]  # checks flags and sets those that follow
+    complete: Callable[[argparse.Namespace], None]  # checks flags and sets what depends on them
     open_data: Callable  # (flags, tokenizer, Reading) -> what open_samples returns
     make_task: Callable = evaluate.Prediction  # with the fields of Prediction as arguments
 
@@ -62,7 +62,7 @@ class Script(NamedTuple):
 def open_conversations(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
-    """Return what open_samples does; `read` is its argument."""
+    """Return what text/chat.py's open_samples does for these flags; `read` is its argument."""
     options = args.seq_len, args.train_on_prompt, args.val_data, reading, read
     return open_samples(args.data, tokenizer, *options)
 
@@ -121,7 +121,8 @@ def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple
     if args.merge and (merged := args.out / "merged").exists():
         last_step = args.out / f"step-{args.steps:08d}"
         adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
-        is_finished = args.resume and last_step.exists()  # and may have merged it itself
+        is_finished = args.resume and last_step.exists()
+        # Only a merge of this adapter, by this run once it was finished, may exist.
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())

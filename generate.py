@@ -85,7 +85,7 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
     the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
     al. 2020, arXiv:1904.09751)."""
-    if temperature < 1e-30:  # by which a logit may not be divided
+    if temperature < 1e-30:  # too small to divide by
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
     if top_k > 0:
@@ -125,14 +125,14 @@ def stream(
     device, cpu = next(model.parameters()).device, torch.device("cpu")
     numbers = range(len(prompts)) if numbers is None else numbers
     draw = partial(torch.rand, max_new_tokens, dtype=widest_float(device))
-    rows = [draw(generator=generator_for(f"row {number}", seed, cpu)) for number in numbers]
-    uniform = torch.stack(rows, 1).to(device)  # [max_new_tokens, B]
+    of_rows = [draw(generator=generator_for(f"row {number}", seed, cpu)) for number in numbers]
+    uniform = torch.stack(of_rows, 1).to(device)  # [max_new_tokens, B]
     T = max(len(prompt) for prompt in prompts)
     tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
     rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
     positions = torch.tensor(rows, device=device)  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
-    for drawn in uniform:
+    for drawn in uniform:  # `tokens` are first the prompts, then a new one of each row
         parts = zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1))
         *_, last = (model(part, positions=at, cache=cache) for part, at in parts)
         logits = last[:, -1].to(device)  # [B, V]
@@ -169,8 +169,8 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
 
 
 def find_model(directory: Path, tokenizer: str | None, process: Process) -> tuple[dict, Tokenizer]:
-    """Return what read_config says of the model that is found in a directory, and the tokenizer of
-    this name, by default the model's own."""
+    """Return what read_config says of the model that is found in a directory, and the
+    `tokenizer`, by default the model's own."""
     directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
     metadata = read_config(directory)
     if not (name := tokenizer or metadata["tokenizer"]):
@@ -218,8 +218,9 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
     is_stopped = False
     with plumbing.endings.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
         while True:
-            try:  # also around the line end, at which Ctrl-C may come once more
-                print("\n" * is_stopped, end="")
+            try:  # around the print, too: Ctrl-C may come again
+                if is_stopped:
+                    print()
                 is_stopped = False
                 text = input("> " if in_terminal else "")
                 if text.strip():
@@ -260,7 +261,7 @@ def answer(
 def main() -> None:
     args = parse_args()
     process = init_distributed()  # under torchrun all ranks do the same work, and rank 0 prints
-    process.check_same_flags(vars(args))  # after it all have joined, and are refused together
+    process.check_same_flags(vars(args))  # all ranks have joined: now an error ends them all
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")

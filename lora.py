@@ -157,8 +157,8 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
-        placements += getattr(self.bias, "placements", None), None  # nor is the scale
+        of_bias = getattr(self.bias, "placements", None)
+        placements += placements[-1], None, of_bias, None  # norms as magnitudes; dropout; scale
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -233,7 +233,8 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
             continue
         if not isinstance(layer, nn.Linear):
             remedy = f"leave {attribute} out of --targets"
-            remedy = "give --base-bits 16, and " * (base_bits == 4) + remedy
+            if base_bits == 4:
+                remedy = f"give --base-bits 16, and {remedy}"
             raise UserError(f"{name} cannot have an adapter: it is no nn.Linear, so {remedy}")
         layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
         setattr(model.get_submodule(parent), attribute, layer)
@@ -251,8 +252,8 @@ def adapters(model: Llama) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within this context a model computes what its base does, without gradients: backward would
-    recompute a block with adapters."""
+    """Within this context a model computes what its base does. It has no gradients: a checkpoint
+    would run again after the context, with adapters."""
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.is_off = True
@@ -301,9 +302,9 @@ def quantize_base(
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
     """Return how many elements per token a block saves for backward beyond a block without
-    adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask of bytes, or on a CPU
-    of elements; with DoRA also the y that is scaled. An input that only frozen layers read is no
-    longer saved, except that of wo: it is attention's output, which attention saves."""
+    adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
+    CPU in elements); with DoRA also the y that is scaled. An input that only frozen layers read is
+    no longer saved, except that of wo: it is attention's output, which attention saves."""
     tp, w = work.parallel.tp, work.parallel.weight_bytes
     elements, inputs = 0.0, {}  # inputs: (module, row_parallel) -> (is_needed, width)
     block = next(iter(model.layers.values()))
@@ -319,7 +320,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
             elements += lora.rank + lora.dora * y_width
             elements += (1 + mask) * x_width if lora.dropout else 0
         if not path.endswith("wo"):
-            is_needed = not lora.dropout if lora else layer.weight.requires_grad
+            is_needed = (not lora.dropout) if lora else layer.weight.requires_grad
             key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
             inputs[key] = is_needed or inputs.get(key, (False,))[0], x_width
     unsaved_elements = sum(width for is_needed, width in inputs.values() if not is_needed)

@@ -50,19 +50,19 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
-    head_dim: int = 0  # E; 0 means D / H. replace(config, dim=...) keeps E: add head_dim=0
+    head_dim: int = 0  # E; 0 means D / H. replace(config, dim=...) keeps it: add head_dim=0
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
     qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
     n_experts: int = 0  # X feed-forwards of width F in a block; 0 means a single one
-    top_k: int = 2  # K of them, which a token uses (techniques/experts.py)
-    balance: str = "bias"  # what evens out how many tokens use each; or "none"
+    top_k: int = 2  # K, how many of them a token uses (techniques/experts.py)
+    balance: str = "bias"  # what makes tokens use them equally; or "none"
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
         if width % 2:
             raise ValueError(
-                f"dim {self.dim} over n_heads {self.n_heads} gives heads of width {width:g}: "
-                f"choose n_heads so that the width is an even integer"
+                f"heads of width {width:g} (head_dim, or dim {self.dim} over n_heads "
+                f"{self.n_heads}): choose an even integer"
             )
         object.__setattr__(self, "head_dim", int(width))  # frozen: plain assignment would raise
         if self.n_heads % self.n_kv_heads:
@@ -72,8 +72,8 @@ class LlamaConfig:
             )
         if self.balance not in ("bias", "none"):
             raise ValueError(f"balance {self.balance}: choose bias or none")
-        if self.n_experts and not 2 <= self.top_k <= self.n_experts:  # a softmax of one score is 1,
-            raise ValueError(  # so that no router would learn
+        if self.n_experts and not 2 <= self.top_k <= self.n_experts:
+            raise ValueError(  # a softmax of one score is 1, from which no router would learn
                 f"top_k {self.top_k} of n_experts {self.n_experts}: choose 2 to n_experts as top_k"
             )
 
@@ -299,7 +299,7 @@ class Llama(nn.Module):
 
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
-    writes_to_stream = ()  # init_weights asks every module that has layers
+    writes_to_stream = ()  # init_weights reads it of each module that has layers
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -365,9 +365,9 @@ class Llama(nn.Module):
         `assign` may store only this rank's shard. lora.py initializes adapters and 4-bit matrices.
 
         Norms start at 1, biases at 0, matrices at normal(0, 0.02). Matrices that write to the
-        residual stream are divided by sqrt(2 L), so that the sum of their 2 L outputs starts at the
-        scale of one undivided (Radford et al. 2019). Values depend on seed, name and shape alone:
-        a weight starts the same however the model is split. A GPU draws other values than a CPU."""
+        residual stream are divided by sqrt(2 L), so that the sum of their 2 L outputs starts as
+        large as one undivided (Radford et al. 2019). Values depend on seed, name and shape alone: a
+        weight starts the same however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():

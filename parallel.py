@@ -27,7 +27,7 @@ before a block computes, so that the block sees its tp shard. Norms are replicat
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
 in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. An element of a gradient
-has g bytes (4, or 8 in float64), one of a weight in products w bytes (g, or 2 in bfloat16).
+has g bytes (4, or 8 in float64); an element of a weight in products has w (g, or 2 in bfloat16).
 Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
 or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
@@ -89,7 +89,7 @@ class World(Process):
     mesh: DeviceMesh
     cp_mesh: DeviceMesh | None = None  # the ranks that share its sequences; None without --cp
     stage_group: dist.ProcessGroup | None = None  # the ranks with its layers; None without --pp
-    expert_mesh: DeviceMesh | None = None  # the same ranks, as --ep divides experts over them
+    expert_mesh: DeviceMesh | None = None  # all ranks, with a dimension ep; None without --ep
     own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # beside the mesh's
 
     @property
@@ -118,7 +118,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.11
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # old
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -137,8 +137,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    every = (*map(mesh.get_group, dims), place["stage_group"], *groups.values())
-    connect(every, process.device, ordered=parallel.cp * parallel.tp > 1)
+    all_groups = (*map(mesh.get_group, dims), place["stage_group"], *groups.values())
+    connect(all_groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 
 
@@ -153,8 +153,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# What divides sizes by the ranks along a mesh dimension: functions `refuses` and `suggests`.
-DIVIDE_SIZES = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
+# Files that divide sizes by the ranks of a mesh dimension; as techniques, they refuse and suggest.
+SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
 def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
@@ -165,9 +165,10 @@ def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
     that a script adds to the lists above, such as LoRA."""
     used = used_techniques(work.parallel)
-    if work.model.config.n_experts and (flags := [t.flag for t in used if t.only_linear]):
+    flags = [technique.flag for technique in used if technique.only_linear]
+    if work.model.config.n_experts and flags:
         return f"--{flags[0].replace('_', '-')} is not for the products of experts: leave it out"
-    reasons = (refuser.refuses(work) for refuser in (*DIVIDE_SIZES, *used, *more))
+    reasons = (refuser.refuses(work) for refuser in (*SIZE_DIVIDERS, *used, *more))
     return next(filter(None, reasons), "")
 
 
@@ -179,7 +180,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
     model.world = world  # for make_optimizer: Muon shares its work over these ranks
-    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # rank, p, v
+    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
@@ -212,7 +213,7 @@ def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
     are smaller than the spacing of bfloat16 numbers and would be rounded away. Without FSDP,
     autocast casts a weight where it is used, but not the embedding, so the residual stream is
     float32. FSDP casts its shard before the all-gather, which halves the bytes, and its residual
-    stream is bfloat16. RoPE and the sums in norms and loss are always float32. Frozen parameters
+    stream is bfloat16. RoPE and the sums in norms and loss are float32. Frozen parameters
     are bfloat16 from the start."""
     if parallel.dtype == torch.float64:
         model.double()
@@ -241,7 +242,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
 
     This is all that it does:
 
-        loss_of(model, sequences).backward()  # those of this rank
+        loss(model, sequences).backward()  # those of this rank
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
@@ -274,14 +275,13 @@ def fsdp(model: Llama, world: World) -> nn.Module:
 
         whole = torch.empty(D, D)
         dist.all_gather_into_tensor(whole, rows)  # just before its block computes
-        loss_of(whole.requires_grad_(), sequences).backward()  # those of this rank
+        loss(whole.requires_grad_(), sequences).backward()  # those of this rank
         gradient = torch.empty_like(rows)
         dist.reduce_scatter_tensor(gradient, whole.grad)  # each rank gets the sum of its rows
         rows -= lr * gradient / n  # the optimizer knows these rows alone
 
-    It gathers the weights of one block at a time, frees them after forward, and gathers them again
-    in backward.
-    Communication, in L + 1 calls each:
+    It gathers the weights of one block at a time, frees them after forward, and does so again in
+    backward. Communication, in L + 1 calls each:
         over shard, a microbatch    all-gather of P w bytes in forward, and again in backward
                                     (embedding, last norm and output stay gathered)
         over shard, a step          reduce-scatter of P g bytes
@@ -298,8 +298,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
     Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
-    only slices of gradients cross. Avoid both when DDP fits, except HSDP where
-    nodes have a slow link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    only slices of gradients cross. Avoid both when DDP fits, but where nodes have a slow link take
+    HSDP. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     dims = ("replicate", "shard") if parallel.replicas > 1 else ("shard",)
     options = dict(

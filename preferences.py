@@ -83,7 +83,7 @@ class Preferences(evaluate.Prediction):
     """Train a run's model to prefer chosen answers. This is also the `objective` of its batches,
     which call `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
 
-    before_step = "reference"
+    before_step = "reference"  # the name of `prepare` in bench.py step
 
     def __post_init__(self):
         self.sums = torch.zeros(2 + len(MEASURED))  # of losses, of pairs, of each that is MEASURED
@@ -100,7 +100,7 @@ class Preferences(evaluate.Prediction):
         shape = len(rows) + -len(rows) % world.data_size, dataset.seq_len  # as rows are padded
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
         log_p = torch.zeros(shape, dtype=dtype, device=world.device)
-        # At first a batch is given the columns of its targets: with --cp a rank has some of them.
+        # For this pass `given` are column numbers: so a batch knows its columns, with --cp some.
         dataset.given = torch.arange(dataset.seq_len).expand(shape)
         for mine, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[mine].scatter_(1, batch.given, self.log_p(batch).to(log_p))
@@ -113,7 +113,7 @@ class Preferences(evaluate.Prediction):
         yield from map(self.prepare, super().batches(steps))
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with this objective, `given` the base's log p of each target."""
+        """Return the batch with this objective, and with the base's log p of each target."""
         if self.args.references:
             with adapters_off(self.job.model):
                 batch = replace(batch, given=self.log_p(batch))
@@ -127,14 +127,14 @@ class Preferences(evaluate.Prediction):
         return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's pairs, given -log p of each target, [B, T]. Add
-        to `sums`."""
+        """Return the sum of the losses of a batch's pairs. `losses` [B, T] are -log p of each
+        target. Add to `sums`."""
         rewards = self.args.beta * of_answers(-losses - batch.given, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
         pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
-        of_pairs = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
-        sums = torch.where(are_pairs(batch), torch.stack(of_pairs), 0).sum((1, 2))
+        measured = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
+        sums = torch.where(are_pairs(batch), torch.stack(measured), 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 

@@ -45,7 +45,7 @@ def main() -> None:
     args = flags.parse_pretraining()
     process = setup.setup(args)  # joins the processes that torchrun has started
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    diloco.check_meetings(args)  # with --dp diloco evaluations need replicas that are equal
+    diloco.check_meetings(args)  # with DiLoCo, evaluations need equal replicas
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     # build first checks `accumulate`, below, on a small model, then gives each rank its part.
     world, runner, work = setup.build(args, job, process, accumulate)
@@ -70,7 +70,7 @@ def train(
 
     `runner` is what a step calls: the model, or what parallelize has put around it. `newest` is a
     checkpoint, or None. The `task` says what a step trains on, and what is measured. Returns False
-    if a signal stopped the run before its last step."""
+    if a signal stopped the run."""
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     steps_done = setup.resume(args, newest, job, optimizer)
     if steps_done >= args.steps:
@@ -81,8 +81,8 @@ def train(
         task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
-    # A signal ends the run after this step, or after the next one if `update` has exchanged signals
-    # already; an evaluation is given up. Then the saver waits for a save under way.
+    # A signal ends the run after the step whose `update` exchanges it, and gives up an evaluation.
+    # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, task.batches(steps)):
             lr = learning_rate(step, args)

@@ -238,6 +238,8 @@ def resume(
     args.token_offset = tokens_read - tokens_done(args, steps_done)
     if args.epochs:  # tokens that have been read take no further steps
         args.steps -= args.token_offset // (args.batch * args.seq_len)
+        while args.steps in args.skip_steps:  # the last step saves, so it is not left out
+            args.steps -= 1
     print_rank_zero(f"resumed from {newest}")
     if steps_done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")

@@ -21,7 +21,7 @@ for them: on 4 ranks with --tp 2 --cp 2, ranks 0 and 2 share sequences, and rank
 Letters as in parallel.py; T tokens of a whole sequence, of which a rank has T/n, while in model.py
 T are the tokens of a rank. Communication over cp, a block and microbatch, with
 kv = 2 B T KV E w / tp bytes: all-gather of kv in forward, reduce-scatter of kv in backward.
-Checkpointing, selective or full, repeats the all-gather in backward.
+Checkpointing repeats the all-gather in backward.
 
 Use when the activations of one sequence do not fit, even with checkpointing, or when there are
 more ranks than sequences. Avoid for short sequences: attention waits for each collective. Without
@@ -55,7 +55,7 @@ def refuses(work: Work) -> str:
     parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim
     if (cp := parallel.cp) == 1:
         return ""
-    if parallel.dp != "auto" and parallel.replicas < parallel.replicate:  # these train apart
+    if parallel.dp != "auto" and parallel.replicas < parallel.replicate:  # DiLoCo
         return f"--dp {parallel.dp} does not combine with --cp: use --dp hsdp"
     if seq_len % (2 * cp):
         return (
@@ -129,8 +129,8 @@ class SharedSequences(NamedTuple):
         """The same, given keys and values [B, T, KV, E] of whole sequences."""
         attended = []
         for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
-            seen = queries, k[:, :end], v[:, :end]
-            attended.append(causal_lower_right(*seen)[0] if mask is None else attend(*seen, mask))
+            qkv = queries, k[:, :end], v[:, :end]
+            attended.append(causal_lower_right(*qkv)[0] if mask is None else attend(*qkv, mask))
         return torch.cat(attended, 1)
 
 
@@ -145,8 +145,8 @@ class SharedBatch(Batch):
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
         """Return the sums over whole documents on the first of these ranks, and 0 on the others, so
-        that each is counted once. Communication: an all-reduce of [B, R], also in backward, which
-        takes the first one's gradient to the others."""
+        that each is counted once. Communication: an all-reduce of [B, documents], also in backward,
+        which takes the first one's gradient to the others."""
         parts = super().sums_of_documents(x)
         sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
         return sums.full_tensor(grad_placements=[Partial()]) * (self.mesh.get_local_rank() == 0)
@@ -226,8 +226,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-# A single operator, for torch.compile and so that selective checkpointing saves its output, which
-# recompute.is_attention knows by the name.
+# One operator, as torch.compile needs it. Checkpointing saves its output, since
+# recompute.is_attention knows it by its name.
 @torch.library.custom_op("flatllama::scaled_dot_product_lower_right", mutates_args=())
 def causal_lower_right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return causal attention of the last tokens of rows to the rows, and logarithms for backward.

@@ -18,7 +18,7 @@ take n matrices at a time, and each orthogonalizes a whole one:
 
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
-Of experts a rank has whole matrices, and orthogonalizes its own. Replicas do so several times over.
+Of experts a rank has whole matrices, and orthogonalizes its own. Each replica repeats this.
 
 Communication in a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
 --dtype bfloat16). In the first all-to-all a rank sends its parts of others' matrices, at most
@@ -151,7 +151,7 @@ class Peers:
         parts = [update.bfloat16() if self.in_bfloat16 else update for update in updates]
         if len(self.places) == 1:
             return [orthogonalize(parts[0]).to(updates[0])]
-        # Ranks after the last matrix of a batch take an empty one.
+        # If there are fewer matrices than ranks, the last ranks take empty ones.
         nothing = parts[0].new_empty(0, 0)
         padding = [nothing] * (len(self.places) - len(parts))
         matrices, parts = matrices + padding, parts + padding
@@ -160,7 +160,7 @@ class Peers:
         if any(self.sizes[dim] > 1 for matrix in matrices for dim in sharded_over(matrix)):
             sent = [part if self.sends_part(matrix, self.rank, owner) else nothing
                     for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
-            update = nothing.new_empty(my_matrix.shape)
+            update = nothing.new_empty(my_matrix.shape)  # filled through its views, the shards
             shards = [shard if self.sends_part(my_matrix, rank, self.rank) else nothing
                       for rank, shard in enumerate(self.shards_of(update, my_matrix))]  # fmt: skip
             for shard, part in zip(shards, self.all_to_all(sent, shards)):
@@ -168,7 +168,7 @@ class Peers:
         update = orthogonalize(update)
         # Send each rank its part of my update.
         received = self.all_to_all(self.shards_of(update, my_matrix), parts)
-        return [part.to(update) for part, update in zip(received, updates)]
+        return [part.to(own) for part, own in zip(received, updates)]
 
     def shards_of(self, whole: Tensor, matrix: Tensor) -> list[Tensor]:
         """Return each rank's shard of a whole matrix."""
@@ -266,9 +266,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
 
 def factors_of_step(group: dict, step: Tensor) -> tuple[Tensor, ...]:
-    """Return the factors that change from step to step: the learning rate, corrected for the first
-    moment, the correction of the second, and the factor of weight decay. They are tensors, since
-    Python numbers would be compiled in, and on the CPU, where reading does not wait for the GPU."""
+    """Return the factors that change from step to step: the learning rate divided by the correction
+    of the first moment; the correction of the second; the factor of weight decay. They are tensors,
+    since Python numbers would be compiled in. They stay on the CPU: reading does not wait there."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     keep = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), 1 - beta2**step, keep

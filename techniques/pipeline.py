@@ -65,8 +65,7 @@ def refuses(work: Work) -> str:
             return "compiled blocks cannot split backward: give --no-compile"
         if parallel.reshard == "all":
             return "--reshard all does not combine with a backward in two parts: leave it out"
-        # FSDP in bfloat16 would reduce B's gradients in float32 with W's in bfloat16, and cannot.
-        if work.microbatches == 1:
+        if work.microbatches == 1:  # nor can FSDP sum float32 of B and bfloat16 of W
             return (
                 f"--schedule {parallel.schedule} fills the time of one microbatch with work of "
                 f"others, and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
@@ -107,10 +106,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
             f"{names[0]} belongs to no stage of a pipeline: move it into a block or, if it follows "
             f"the last one, let cut and stages_of of techniques/pipeline.py treat it as `output`"
         )
-    trains = any(p.requires_grad for p in model.parameters())
+    trains = any(parameter.requires_grad for parameter in model.parameters())
     for stage in range(stages):
         blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
-        if trains and not any(p.requires_grad for block in blocks for p in block.parameters()):
+        if trains and not any(w.requires_grad for block in blocks for w in block.parameters()):
             raise UserError(f"stage {stage} has nothing to train: use fewer stages, or --pp 1")
     for name in model.layers.keys() - own:
         del model.layers[name]
@@ -150,7 +149,7 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
         stage.config, stage.vocabulary = model.config, model.vocabulary
-        stage.loss = lambda *given: model.loss(*given)  # which evaluation replaces
+        stage.loss = lambda *given: model.loss(*given)  # evaluation may replace model.loss
         # FSDP puts a hook on the tensor that a module returns. If the last block and the stage
         # returned the same one, W, which needs the stage's hook alone, would all-gather the block
         # for nothing. So the stage returns a view, which is another tensor.
@@ -193,7 +192,8 @@ class Pipeline(nn.Module):
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
         self.last = self.p * len(stages) - 1  # the last stage of all
-        self.model, embedding = model, model.tok_embeddings  # on the first and, tied, the last rank
+        self.model = model
+        embedding = model.tok_embeddings  # on the first rank and, if tied, on the last
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
             embedding.weight.copies = 2  # each counts half in the gradient norm
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):
             # In backward FSDP prefetches the block whose forward came before. For block 0 that
-            # would be a block of another microbatch. To prefetch block 0 itself does nothing.
+            # would be a block of another microbatch. So it prefetches itself, which does nothing.
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)

@@ -37,16 +37,16 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators whose output is a matrix product, in async TP that of all_to_all_single. Techniques add
-# theirs.
+# Operators whose output is a matrix product; in async TP all_to_all_single has sent it. Techniques
+# add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 # Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
 # FSDP's marks for profilers, of which a recomputation has fewer.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
-# Operators with small results: see float8.py and experts.py, whose choice has to stay the same.
-FEW = "amax", "all_reduce", "topk"
+# Operators of float8.py, and the choice of experts, which has to stay the same. All are saved.
+SMALL_RESULTS = "amax", "all_reduce", "topk"
 
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, divided=False) -> None:
@@ -73,7 +73,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, divid
                 for layer in saved_layers(module, all_products=checkpointing == "products"):
                     mark_products(layer)
         if checkpointing != "none":
-            # Compiled, full saves attention's output, too: else its random state would be saved.
+            # Compiled, full has a policy, too: to save attention's output, not its random state.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
         if compile and not divided:  # see `about`
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -95,9 +95,9 @@ def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
             f"it out there, or give --checkpointing full"
         )
     if all_products:
-        is_added = {*names, *getattr(module, "writes_to_stream", ())}
+        others = {*names, *getattr(module, "writes_to_stream", ())}
         layers = module.named_children()
-        names += [n for n, layer in layers if isinstance(layer, nn.Linear) and n not in is_added]
+        names += [n for n, layer in layers if isinstance(layer, nn.Linear) and n not in others]
     return [getattr(module, name) for name in names]
 
 
@@ -129,7 +129,8 @@ def _selective_context():
         is_saved = False
         if name.removesuffix(".default") in PRODUCTS:
             is_saved = has_mark.pop(context.is_recompute, False)
-        if is_saved or is_attention(name) or name.startswith(FEW) or "reduce_scatter" in name:
+        is_saved |= name.startswith(SMALL_RESULTS)
+        if is_saved or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -142,8 +143,8 @@ def apply(model: Llama, world) -> None:
 
 
 def about(model: Llama, world) -> str:
-    """Say so if --compile leaves blocks as they are. The compiler divides a graph around what it
-    shall not compile, but it cannot divide a checkpoint."""
+    """Say whether --compile leaves blocks uncompiled. The compiler divides a graph around what it
+    must not compile, but it cannot divide a checkpoint."""
     varies = not world.parallel.fixes_shapes(world.device.type == "cuda")
     is_divided = any(
         hasattr(type(m).forward, "_torchdynamo_disable") or (varies and hasattr(m, "shapes_vary"))
