@@ -272,7 +272,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
         differs = value != getattr(before or ParallelConfig, name)
         is_shown = name in names and not before
         if name == "shard":
-            differs, is_shown = has_shard and (differs or not before), False
+            differs = has_shard and (differs or not before)
         if not differs and not is_shown:
             continue
         option = name.replace("_", "-")

@@ -77,7 +77,7 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
     elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
     passes = (3 if p.checkpointing == "none" else 4) + work.references
     is_whole = not several or p.checkpointing == "none" or p.fixes_shapes(work.on_gpu)
-    is_compiled = p.compile and is_whole  # see `about` in recompute.py
+    is_compiled = p.compile and is_whole  # see stays_uncompiled in recompute.py
     moved = L * passes * w * elements * (1.0 if is_compiled else EAGER_FACTOR)
     moved += (4 * w if p.compiles_loss(work.on_gpu) else 2 * w + 16) * V
 

@@ -191,7 +191,7 @@ class Pipeline(nn.Module):
         self.message = partial(dist.P2POp, group=self.group)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
-        self.last = self.p * len(stages) - 1  # the last stage of all
+        self.last_stage = self.p * len(stages) - 1  # the last stage of all
         self.model = model
         embedding = model.tok_embeddings  # on the first rank and, if tied, on the last
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
@@ -210,7 +210,7 @@ class Pipeline(nn.Module):
         """Return the ticks in order, each as rank -> the action that ends."""
         schedule = make_schedule(self.parallel.schedule, self.p, m, len(self.stages))
         ticks = defaultdict(dict)  # time -> rank -> action
-        for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
+        for rank, spans in enumerate(check_schedule(schedule, m, self.last_stage + 1)):
             for action, _, end in spans:
                 ticks[end][rank] = action
         return [ticks[end] for end in sorted(ticks)]
@@ -246,11 +246,11 @@ class Pipeline(nn.Module):
         microbatch, module = self.microbatches[i], self.stages[stage]
         if kind == "F":
             x = microbatch.tokens if stage == 0 else received.requires_grad_()
-            targets = microbatch.targets if stage == self.last else None
+            targets = microbatch.targets if stage == self.last_stage else None
             stream = as_stream(x, microbatch.tokens, self.tp)
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
-            root = microbatch.loss(y) if stage == self.last else to_local(y)  # of backward
-            if stage == self.last:
+            root = microbatch.loss(y) if stage == self.last_stage else to_local(y)  # of backward
+            if stage == self.last_stage:
                 self.loss += root.detach()
             self.kept[i, stage] = x, y, root
             return root.detach()
@@ -260,10 +260,10 @@ class Pipeline(nn.Module):
             self.kept[i, stage] = None, y, None  # for W
         else:
             self.unfinished[stage] -= 1
-        is_last = self.unfinished[stage] == 0
-        with self.gradient_sync(self.parallel, module, is_last):
+        is_final = self.unfinished[stage] == 0
+        with self.gradient_sync(self.parallel, module, is_final):
             # FSDP keeps embedding and output unsharded until the last microbatch has used them.
-            module.set_reshard_after_backward(is_last, recurse=False)
+            module.set_reshard_after_backward(is_final, recurse=False)
             if kind == "W":
                 for add_gradient in self.deferred.pop((i, stage)):
                     add_gradient()
@@ -281,7 +281,7 @@ class Pipeline(nn.Module):
         operations, expected = [], {}
         for rank, (kind, i, stage) in sorted(tick.items()):
             to_stage = stage + 1 if kind == "F" else stage - 1
-            if kind == "W" or not 0 <= to_stage <= self.last:
+            if kind == "W" or not 0 <= to_stage <= self.last_stage:
                 continue
             to_rank = to_stage % self.p
             if rank == self.rank:
@@ -316,18 +316,18 @@ class Pipeline(nn.Module):
         # The cache of the whole model keeps one for each of this rank's stages.
         caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
         x = tokens
-        for stage in range(self.last + 1):
+        for stage in range(self.last_stage + 1):
             here, there = stage % self.p, (stage + 1) % self.p
             if here == self.rank:
-                given = as_stream(x, tokens, self.tp), targets if stage == self.last else None
+                given = as_stream(x, tokens, self.tp), targets if stage == self.last_stage else None
                 x = self.stages[stage](*given, positions, caches and caches[stage], documents)
-                if stage < self.last:
+                if stage < self.last_stage:
                     x = to_local(x).contiguous()
                     wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))
-            elif there == self.rank and stage < self.last:
+            elif there == self.rank and stage < self.last_stage:
                 x = self.empty_stream(tokens)
                 wait(dist.batch_isend_irecv([self.message(dist.irecv, x, group_peer=here)]))
-        is_last = self.last in self.stages
+        is_last = self.last_stage in self.stages
         if targets is not None:
             return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)
         if not is_last:  # with a cache, logits are those of the last token

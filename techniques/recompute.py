@@ -49,8 +49,9 @@ SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 SMALL_RESULTS = "amax", "all_reduce", "topk"
 
 
-def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, divided=False) -> None:
+def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager=False) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
+    `eager` blocks stay uncompiled.
 
     So parameters keep their names, and FSDP's all-gather stays outside of forward. The compiled
     function contains the checkpoint: so the compiler sees what to save, and does not compute again
@@ -75,7 +76,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, divid
         if checkpointing != "none":
             # Compiled, full has a policy, too: to save attention's output, not its random state.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
-        if compile and not divided:  # see `about`
+        if compile and not eager:
             block.forward = torch.compile(block.forward, dynamic=False)
 
 
@@ -138,19 +139,23 @@ def _selective_context():
 
 
 def apply(model: Llama, world) -> None:
-    parallel, divided = world.parallel, bool(about(model, world))
-    recompute_and_compile(model, parallel.checkpointing, parallel.compile, divided)
+    parallel, eager = world.parallel, stays_uncompiled(model, world)
+    recompute_and_compile(model, parallel.checkpointing, parallel.compile, eager)
 
 
-def about(model: Llama, world) -> str:
-    """Say whether --compile leaves blocks uncompiled. The compiler divides a graph around what it
-    must not compile, but it cannot divide a checkpoint."""
+def stays_uncompiled(model: Llama, world) -> bool:
+    """Return whether --compile has to leave blocks uncompiled. The compiler divides a graph around
+    what it must not compile, but it cannot divide a checkpoint."""
     varies = not world.parallel.fixes_shapes(world.device.type == "cuda")
     is_divided = any(
         hasattr(type(m).forward, "_torchdynamo_disable") or (varies and hasattr(m, "shapes_vary"))
         for m in model.modules()
     )
-    if world.parallel.compile and world.parallel.checkpointing != "none" and is_divided:
+    return world.parallel.checkpointing != "none" and is_divided
+
+
+def about(model: Llama, world) -> str:
+    if world.parallel.compile and stays_uncompiled(model, world):
         return "blocks are not compiled (with --checkpointing none, most of each would be)"
     return ""
 
