@@ -199,8 +199,8 @@ class ParallelConfig:
         return on_gpu and self.compile and self.tp == 1
 
     def fixes_shapes(self, on_gpu: bool) -> bool:
-        """Return whether experts, too, have the same shapes in every batch: one kernel multiplies
-        the rows of all experts, and no rows are sent."""
+        """Return whether experts, too, have the same shapes in every batch: if one kernel
+        multiplies the rows of all experts, and no rows are sent."""
         return on_gpu and self.dtype == torch.bfloat16 and self.ep == 1
 
     @property
@@ -221,8 +221,8 @@ RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMET
 def add_parallel_flags(
     parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS, **defaults: str
 ) -> None:
-    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` say in the
-    help of fields what their default is, where it is not that of training."""
+    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` are what
+    the help gives as the defaults of fields, where they differ from training's."""
     for name in names:
         metadata, default = FLAGS[name].metadata, FLAGS[name].default
         help = metadata["help"]

@@ -62,7 +62,7 @@ class Script(NamedTuple):
 def open_conversations(
     args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
-    """Return what text/chat.py's open_samples does for these flags; `read` is its argument."""
+    """Return what text/chat.py's open_samples does for these flags; `read` is passed on."""
     options = args.seq_len, args.train_on_prompt, args.val_data, reading, read
     return open_samples(args.data, tokenizer, *options)
 
@@ -122,7 +122,7 @@ def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple
         last_step = args.out / f"step-{args.steps:08d}"
         adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
         is_finished = args.resume and last_step.exists()
-        # Only a merge of this adapter, by this run once it was finished, may exist.
+        # Only this finished run's own merge of this adapter may exist.
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())

@@ -228,8 +228,6 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
                     options["seed"] += 1  # every answer is sampled with random numbers of its own
             except KeyboardInterrupt:
                 is_stopped = True
-            except UserError as error:
-                print(f"{error}: type a shorter message", file=sys.stderr)
             except EOFError:
                 break
     print("\n" if in_terminal else "", end="")
@@ -238,14 +236,17 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
 def answer(
     model: Llama, tokenizer: Tokenizer, messages: Conversation, text: str, **options
 ) -> Conversation:
-    """Print the answer to a message. Return the conversation with both, unless the answer is empty.
-
-    Raise UserError if the message is too long even without the exchanges before it."""
+    """Print the answer to a message. Return the conversation with both, unless the answer is empty,
+    or the message too long even without the exchanges before it."""
     new, longest = options["max_new_tokens"], model.config.max_seq_len
     asked = [*messages, {"role": "user", "content": text}]
     kept = drop_oldest(asked, tokenizer, longest - new)
     prompt = encode_prompt(kept, tokenizer)
-    check_length(len(prompt), new, longest)
+    try:
+        check_length(len(prompt), new, longest)
+    except UserError as error:
+        print(f"{error}: type a shorter message", file=sys.stderr)
+        return messages
     if dropped := len(asked) - len(kept):
         note = f"the conversation and --max-new-tokens {new} are more than the {longest} tokens of"
         print(f"{note} this model: its {dropped} oldest messages are dropped", file=sys.stderr)

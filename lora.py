@@ -158,7 +158,8 @@ class LoRALinear(nn.Linear):
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
         of_bias = getattr(self.bias, "placements", None)
-        placements += placements[-1], None, of_bias, None  # norms as magnitudes; dropout; scale
+        # Norms are placed as magnitudes. Then follow the mask of dropout, the bias and the scale.
+        placements += placements[-1], None, of_bias, None
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -252,8 +253,8 @@ def adapters(model: Llama) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within this context a model computes what its base does. It has no gradients: a checkpoint
-    would run again after the context, with adapters."""
+    """Within this context a model computes what its base does, without gradients: activation
+    checkpointing would run forward again later, with adapters."""
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.is_off = True
@@ -322,7 +323,8 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
         if not path.endswith("wo"):
             is_needed = (not lora.dropout) if lora else layer.weight.requires_grad
             key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
-            inputs[key] = is_needed or inputs.get(key, (False,))[0], x_width
+            was_needed, _ = inputs.get(key, (False, 0))
+            inputs[key] = (is_needed or was_needed, x_width)
     unsaved_elements = sum(width for is_needed, width in inputs.values() if not is_needed)
     return {"saved": elements - unsaved_elements}
 

@@ -50,12 +50,12 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
-    head_dim: int = 0  # E; 0 means D / H. replace(config, dim=...) keeps it: add head_dim=0
+    head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
     qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
     n_experts: int = 0  # X feed-forwards of width F in a block; 0 means a single one
     top_k: int = 2  # K, how many of them a token uses (techniques/experts.py)
-    balance: str = "bias"  # what makes tokens use them equally; or "none"
+    balance: str = "bias"  # what makes tokens use experts equally, or "none"
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -210,7 +210,7 @@ class KVCache:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
+    """Return x / sqrt(mean(x²) + eps) * weight, with the mean over the last dimension (Zhang and
     Sennrich 2019, arXiv:1910.07467). The kernel computes in float32 or float64.
 
     x [..., D], weight [D] -> same shape and dtype as x."""
@@ -246,7 +246,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
         # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them.
-        # Code for one head, such as q[:, :, 0], would then change another head on each rank.
+        # Code for one head, such as q[:, :, 0], would then change a different head on each rank.
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -299,7 +299,7 @@ class Llama(nn.Module):
 
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
-    writes_to_stream = ()  # init_weights reads it of each module that has layers
+    writes_to_stream = ()  # init_weights reads it from each module with layers
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -366,8 +366,8 @@ class Llama(nn.Module):
 
         Norms start at 1, biases at 0, matrices at normal(0, 0.02). Matrices that write to the
         residual stream are divided by sqrt(2 L), so that the sum of their 2 L outputs starts as
-        large as one undivided (Radford et al. 2019). Values depend on seed, name and shape alone: a
-        weight starts the same however the model is split. A GPU draws other values than a CPU."""
+        large as one undivided output (Radford et al. 2019). Values depend on seed, name and shape
+        alone, however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():

@@ -90,7 +90,7 @@ class World(Process):
     cp_mesh: DeviceMesh | None = None  # the ranks that share its sequences; None without --cp
     stage_group: dist.ProcessGroup | None = None  # the ranks with its layers; None without --pp
     expert_mesh: DeviceMesh | None = None  # all ranks, with a dimension ep; None without --ep
-    own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # beside the mesh's
+    own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # not of the mesh
 
     @property
     def data_size(self) -> int:
@@ -153,7 +153,7 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# Files that divide sizes by the ranks of a mesh dimension; as techniques, they refuse and suggest.
+# Files that divide sizes by the ranks of a mesh dimension: each has `refuses` and `suggests`, too.
 SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
@@ -165,7 +165,7 @@ def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
     that a script adds to the lists above, such as LoRA."""
     used = used_techniques(work.parallel)
-    flags = [technique.flag for technique in used if technique.only_linear]
+    flags = [t.flag for t in used if t.only_linear]  # they change nn.Linear, not stacked matrices
     if work.model.config.n_experts and flags:
         return f"--{flags[0].replace('_', '-')} is not for the products of experts: leave it out"
     reasons = (refuser.refuses(work) for refuser in (*SIZE_DIVIDERS, *used, *more))
@@ -180,18 +180,18 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
     model.world = world  # for make_optimizer: Muon shares its work over these ranks
-    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
+    stage_place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
-        pipeline.cut(model, *place)
+        pipeline.cut(model, *stage_place)
     for technique in used_techniques(parallel, BEFORE_TP):
         technique.apply(model, world)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], in_chunks=parallel.async_tp)
     for technique in used_techniques(parallel, AFTER_TP):
         technique.apply(model, world)
-    stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
+    stages = pipeline.stages_of(model, *stage_place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
             wrap(stage, world)
@@ -247,7 +247,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    But DDP sends buckets of `ddp_bucket_mb` (the first of 1 MB) while backward still computes.
+    But DDP sends buckets of `ddp_bucket_mb` while backward still computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
@@ -298,8 +298,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
     Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
-    only slices of gradients cross. Avoid both when DDP fits, but where nodes have a slow link take
-    HSDP. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    only slices of gradients cross. When DDP fits, avoid both; but over a slow link take HSDP.
+    labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     dims = ("replicate", "shard") if parallel.replicas > 1 else ("shard",)
     options = dict(
@@ -458,9 +458,9 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own
     model.vocabulary = ShardedVocabulary(model.vocabulary.size, mesh)
-    # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way. A
-    # clone has waited for it: block 0 then gets the same type as the other blocks, and one
-    # compiled graph serves all of them.
+    # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way.
+    # Cloning waits for it, so that block 0 gets the same type as other blocks: one compiled graph
+    # serves all.
     if model.tok_embeddings:  # None on later stages of a pipeline
         model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 

@@ -80,13 +80,13 @@ def complete(args: argparse.Namespace) -> None:
 
 @dataclass
 class Preferences(evaluate.Prediction):
-    """Train a run's model to prefer chosen answers. This is also the `objective` of its batches,
-    which call `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
+    """Train a run's model to prefer chosen answers. Its batches have it as `objective`, and
+    call its `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
 
-    before_step = "reference"  # the name of `prepare` in bench.py step
+    before_step = "reference"  # what bench.py step calls the time of `prepare`
 
     def __post_init__(self):
-        self.sums = torch.zeros(2 + len(MEASURED))  # of losses, of pairs, of each that is MEASURED
+        self.sums = torch.zeros(2 + len(MEASURED))  # of losses, pairs, and what is MEASURED
         evaluate.return_each_loss(self.job.model)
         if not self.args.references:
             self.keep_base(self.job.train_set)
@@ -97,13 +97,14 @@ class Preferences(evaluate.Prediction):
         """Compute the base's log p of all targets while the model still is the base, and let each
         batch of the dataset have its part as `given`."""
         world, rows = self.world, range(len(dataset))
-        shape = len(rows) + -len(rows) % world.data_size, dataset.seq_len  # as rows are padded
+        padding = -len(rows) % world.data_size  # as in shared_batches
+        shape = len(rows) + padding, dataset.seq_len
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
         log_p = torch.zeros(shape, dtype=dtype, device=world.device)
-        # For this pass `given` are column numbers: so a batch knows its columns, with --cp some.
+        # For this pass `given` are column numbers: with --cp a rank has only some columns.
         dataset.given = torch.arange(dataset.seq_len).expand(shape)
-        for mine, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
-            log_p[mine].scatter_(1, batch.given, self.log_p(batch).to(log_p))
+        for own_rows, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
+            log_p[own_rows].scatter_(1, batch.given, self.log_p(batch).to(log_p))
         if world.size > 1:
             # Ranks along tp have the same log p, which is below 0; ranks without it have 0.
             dist.all_reduce(log_p, dist.ReduceOp.MIN)

@@ -81,7 +81,7 @@ def train(
         task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
-    # A signal ends the run after the step whose `update` exchanges it, and gives up an evaluation.
+    # A signal ends the run after the step whose `update` exchanges it; it cuts an evaluation short.
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, task.batches(steps)):
@@ -145,7 +145,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
         return runner.accumulate(microbatches)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
-        # Ranks sum gradients in the last microbatch alone, or with --reshard all in each of them.
+        # Ranks sum gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = part.loss(runner(*part.inputs, documents=part.documents))
             microbatch_loss.backward()

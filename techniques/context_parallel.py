@@ -139,14 +139,14 @@ class SharedBatch(Batch):
     """This rank's tokens of a batch. `starts` are those of whole sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
-    packed: bool = False  # whether rows may hold several documents: positions were given
+    packed: bool = False  # positions were given, so rows may hold several documents
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
         """Return the sums over whole documents on the first of these ranks, and 0 on the others, so
-        that each is counted once. Communication: an all-reduce of [B, documents], also in backward,
-        which takes the first one's gradient to the others."""
+        that each is counted once. Communication: an all-reduce of [B, documents], also in backward:
+        it takes the first rank's gradient to the others."""
         parts = super().sums_of_documents(x)
         sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
         return sums.full_tensor(grad_placements=[Partial()]) * (self.mesh.get_local_rank() == 0)
@@ -177,8 +177,8 @@ class SharedBatch(Batch):
 
     def documents_until(self, end: int, queries: int) -> Documents:
         """Return the same for a kernel: which queries of each document are in the chunk, if any,
-        and which of its keys come before the chunk's end. The kernel lets the last query attend to
-        all keys, the query before it to all but the last, and so on."""
+        and which of the document's keys come before its end. The kernel lets the last query attend
+        to all keys, the query before it to all but the last, and so on."""
         of_queries = self.starts.clamp(end - queries, end) - (end - queries)
         starts = flat_starts(of_queries, queries), flat_starts(self.starts.clamp(max=end), end)
         return Documents(*starts, queries, end)

@@ -25,7 +25,7 @@ Communication in a step: the matrices of the layers have M elements of e bytes (
 M e / n bytes where they are sharded over all n ranks. In the second it sends the parts of its own
 matrices, M e / n bytes to each replica. DDP needs only the second: each rank has whole updates.
 
-torch.optim.Muon lets one choose coefficients, iterations and scale, and this one does not. But
+torch.optim.Muon has settings for coefficients, iterations and scale, and this Muon has none. But
 torch's updates only matrices, always in bfloat16, and does not divide the work among ranks.
 """
 
@@ -355,7 +355,7 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
 
 def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int, int]]]:
     """Return batches of matrices. Ranks orthogonalize a batch together: rank i takes matrix i. A
-    matrix is given as (shape, number of its elements on rank 0, ranks along tp that have these)."""
+    matrix is given as (shape, its elements on rank 0, how many ranks along tp have these)."""
     block = next(iter(model.layers.values()))
     in_block = []
     for name, parameter in block.named_parameters():
@@ -406,7 +406,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
     for batch in batches_of_matrices(model, parallel):
         (shape, own, copies), *others = batch
-        # Of neighbours along tp with the same part, rank 0 sends it to the first alone.
+        # Of owners along tp that have the same part, rank 0 sends it to the first alone.
         to_owners = [part * (i % same == 0) for i, (_, part, same) in enumerate(others, 1)]
         sent = sum(to_owners[: replica_ranks - 1]) + replicas * copies * math.prod(shape) - own
         # Where each rank has whole updates (DDP), it sends none to owners.
@@ -415,8 +415,9 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
 
 
 def flops_of_muon(model: Llama, parallel) -> int:
-    """Return how many floating-point operations rank 0 needs in a step to orthogonalize its
-    matrices. No rank needs more, since matrix 0 of a batch is its largest."""
+    """Return how many floating-point operations rank 0 needs in a step to orthogonalize its share
+    of a model's matrices, or of a stage's. No rank needs more: matrix 0 of a batch is its largest.
+    """
     flops = 0
     first = [(1, *matrix[0]) for matrix, *_ in batches_of_matrices(model, parallel)]
     for number, *shape in first + stacks_on_rank(model, parallel):

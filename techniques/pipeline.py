@@ -13,7 +13,7 @@ B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a 
 Communication, of the ranks of a pipeline together, a step: 2 m (v p - 1) messages of B T D w bytes.
 With tied embeddings the first and the last rank also exchange gradients of V D g bytes.
 Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
-microbatches: ranks wait (p - 1) / (m + p - 1) of the time.
+microbatches: with v = 1 ranks wait (p - 1) / (m + p - 1) of the time.
 
 torch.distributed.pipelining also has schedules whose stages lie in a V (ZBV, DualPipeV) and that
 wait less. But in torch 2.13 its zero-bubble loses gradients under FSDP, without an error, and its
@@ -65,7 +65,7 @@ def refuses(work: Work) -> str:
             return "compiled blocks cannot split backward: give --no-compile"
         if parallel.reshard == "all":
             return "--reshard all does not combine with a backward in two parts: leave it out"
-        if work.microbatches == 1:  # nor can FSDP sum float32 of B and bfloat16 of W
+        if work.microbatches == 1:  # FSDP could not sum gradients of two dtypes, B's and W's
             return (
                 f"--schedule {parallel.schedule} fills the time of one microbatch with work of "
                 f"others, and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
@@ -175,8 +175,8 @@ def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
 class Pipeline(nn.Module):
     """One rank of a pipeline, which computes the steps of training by a schedule.
 
-    A *tick* is a moment at which actions end. All ranks post its sends and receives in the same
-    order, in which NCCL runs them, before anyone waits: so no two ranks wait for each other."""
+    A *tick* is a moment at which actions end. Before anyone waits, all ranks post the sends and
+    receives of a tick in the same order, NCCL's order: so no two ranks wait for each other."""
 
     def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
@@ -267,7 +267,7 @@ class Pipeline(nn.Module):
             if kind == "W":
                 for add_gradient in self.deferred.pop((i, stage)):
                     add_gradient()
-                # FSDP takes gradients at the end of a backward, and W has none. So run one that
+                # FSDP takes gradients at the end of a backward, and W runs none. So run one that
                 # computes nothing, from y to itself: y has the hook with which FSDP begins.
                 torch.autograd.grad(y, y, torch.zeros_like(y))
             else:
@@ -319,8 +319,9 @@ class Pipeline(nn.Module):
         for stage in range(self.last_stage + 1):
             here, there = stage % self.p, (stage + 1) % self.p
             if here == self.rank:
-                given = as_stream(x, tokens, self.tp), targets if stage == self.last_stage else None
-                x = self.stages[stage](*given, positions, caches and caches[stage], documents)
+                of_stage = targets if stage == self.last_stage else None
+                given = as_stream(x, tokens, self.tp), of_stage, positions
+                x = self.stages[stage](*given, caches and caches[stage], documents)
                 if stage < self.last_stage:
                     x = to_local(x).contiguous()
                     wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))

@@ -37,8 +37,8 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators whose output is a matrix product; in async TP all_to_all_single has sent it. Techniques
-# add theirs.
+# Operators that return a matrix product, which in async TP all_to_all_single does. Techniques add
+# theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 # Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
 # FSDP's marks for profilers, of which a recomputation has fewer.
@@ -74,7 +74,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
                 for layer in saved_layers(module, all_products=checkpointing == "products"):
                     mark_products(layer)
         if checkpointing != "none":
-            # Compiled, full has a policy, too: to save attention's output, not its random state.
+            # Compiled, "full" has a policy, too: it saves attention's output, not its random state.
             block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
         if compile and not eager:
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -121,7 +121,7 @@ def _selective_context():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
     that are marked, but not of LoRA's thin products. In 8 bits, also save the largest element of
     each tensor or row, so that backward does not read all elements to find it again."""
-    has_mark = {}  # is it a recomputation? -> True after a mark, until the next product
+    has_mark = {}  # context.is_recompute -> True from a mark to the next product
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__

@@ -24,6 +24,7 @@ import generate as script
 from checkpoint import load_pretrained
 from generate import generate, stream
 from model import Llama, LlamaConfig
+from plumbing.processes import UserError
 from text.chat import encode_prompt
 
 NEW = 30  # --max-new-tokens
@@ -170,6 +171,17 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base
     (line,) = printed.err.splitlines()
     assert re.match(r"a prompt of 3\d\d tokens and --max-new-tokens 30 are more than the 256", line)
     assert line.endswith(": type a shorter message")
+
+
+def test_a_model_that_has_diverged_ends_the_conversation(talk, monkeypatch):
+    """A shorter message would not help."""
+
+    def without_logits(*args, **options):
+        raise UserError("no finite logits")
+
+    monkeypatch.setattr(script, "stream", without_logits)
+    with pytest.raises(UserError, match="no finite logits$"):
+        talk("Hi\nWhy?\n")
 
 
 # -------------------------------------------------------------------------------- in a terminal
