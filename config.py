@@ -61,9 +61,9 @@ SAME_AS_DEFAULT = object()
 def flag(
     default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT, only_dp=""
 ):
-    """Return a field and its flag. `default` is for configurations built in code. `unset` is what
-    the parser stores if the flag is missing; None leaves the choice to the run. `only_dp` is the
-    --dp that the flag belongs to."""
+    """Return a field that has a flag. `default` is for configurations built in code. `unset` is
+    what the parser stores if the flag is missing; None leaves the choice to the run. `only_dp` is
+    the --dp that the flag belongs to."""
     unset = default if unset is SAME_AS_DEFAULT else unset
     spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
     return field(default=default, metadata=spec)
@@ -199,8 +199,8 @@ class ParallelConfig:
         return on_gpu and self.compile and self.tp == 1
 
     def fixes_shapes(self, on_gpu: bool) -> bool:
-        """Return whether experts, too, have the same shapes in every batch: if one kernel
-        multiplies the rows of all experts, and no rows are sent."""
+        """Return whether experts, too, see the same shapes in every batch, as they do where one
+        kernel multiplies the rows of all experts, and no rows are sent."""
         return on_gpu and self.dtype == torch.bfloat16 and self.ep == 1
 
     @property
@@ -211,7 +211,7 @@ class ParallelConfig:
 # From the dimension whose ranks are farthest apart.
 DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
 OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along some
-# Dimension -> the one whose rules it follows: FSDP shards experts along dimensions of their own.
+# Dimension -> the one it is a kind of: FSDP shards experts along expert_shard, not shard.
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
@@ -276,6 +276,8 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
         if not differs and not is_shown:
             continue
         option = name.replace("_", "-")
+        if value is False and FLAGS[name].metadata["unset"] is not None:
+            continue  # there is no --no-NAME: it can only be left out
         if isinstance(value, bool):
             options.append(f"--{option}" if value else f"--no-{option}")
         else:

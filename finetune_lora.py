@@ -15,7 +15,7 @@ The base is frozen, so it has no gradients. With --dp ddp, the default where a d
 model, a step communicates the gradients of the adapters and nothing else, and more processes make
 it faster. On several processes a run first prints what a step would send under each strategy.
 
-Every checkpoint is an adapter in PEFT's format; --merge also writes the merged model. With
+Every checkpoint is an adapter in PEFT's format; --merge [best] also writes the merged model. With
 --all-weights there is no adapter: all weights are trained, as train.py does.
 """
 

@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
-    """Draw one token from each row of logits [B, V], by uniform numbers in [0, 1) [B] -> [B].
+    """Draw one token from each row of logits [B, V] -> [B], by `uniform` numbers [B] below 1.
 
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
     the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
@@ -183,15 +183,15 @@ def find_model(directory: Path, tokenizer: str | None, process: Process) -> tupl
 def load_model(
     directory: Path, config: LlamaConfig, adapter: Path | None, base_bits: int, device: torch.device
 ) -> Llama:
-    """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
+    """Return a model with the adapter, if any: merged, unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 16:
         return load_pretrained(directory, dtype, device, adapter=adapter)
     if reason := why_no_blocks(config):
         raise UserError(reason)
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-    quantize = partial(add_adapters, lora=lora, base_bits=4)
-    return load_pretrained(directory, dtype, device, quantize, adapter)
+    in_4_bits = partial(add_adapters, lora=lora, base_bits=4)  # without targets, it adds none
+    return load_pretrained(directory, dtype, device, in_4_bits, adapter)
 
 
 def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:
@@ -218,7 +218,7 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
     is_stopped = False
     with plumbing.endings.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
         while True:
-            try:  # around the print, too: Ctrl-C may come again
+            try:  # a second Ctrl-C may come in print, too
                 if is_stopped:
                     print()
                 is_stopped = False
@@ -236,8 +236,8 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
 def answer(
     model: Llama, tokenizer: Tokenizer, messages: Conversation, text: str, **options
 ) -> Conversation:
-    """Print the answer to a message. Return the conversation with both, unless the answer is empty,
-    or the message too long even without the exchanges before it."""
+    """Print the answer to a message. Return the conversation with both, or as it was if the answer
+    is empty, or the message too long even without the exchanges before it."""
     new, longest = options["max_new_tokens"], model.config.max_seq_len
     asked = [*messages, {"role": "user", "content": text}]
     kept = drop_oldest(asked, tokenizer, longest - new)
@@ -268,7 +268,7 @@ def main() -> None:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
     args.adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
-    texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
+    texts = args.prompt or [""]  # for a conversation, only to check the length
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
         chats = [[*system, {"role": "user", "content": text}] for text in texts]

@@ -158,7 +158,7 @@ class LoRALinear(nn.Linear):
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
         of_bias = getattr(self.bias, "placements", None)
-        # Norms are placed as magnitudes. Then follow the mask of dropout, the bias and the scale.
+        # Norms are placed as magnitudes. Then follow the dropout, a number, the bias and the scale.
         placements += placements[-1], None, of_bias, None
         self.product = product_of_shards(self.product, placements, mesh)
 
@@ -187,8 +187,8 @@ def changed_norms(
     dtype, norms = torch.promote_types(A.dtype, torch.float32), []
     stored = [weight] if row_scale is None else [weight, row_scale]
     with torch.autocast(A.device.type, enabled=False):
-        for b, *rows in some_rows(A.shape[1], B, *stored):
-            matrix = (rows[0] if row_scale is None else dequantized(*rows, dtype)).to(dtype)
+        for b, *part in some_rows(A.shape[1], B, *stored):
+            matrix = (part[0] if row_scale is None else dequantized(*part, dtype)).to(dtype)
             changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
             norms.append(changed.norm(dim=1))
     return torch.cat(norms)
@@ -329,4 +329,4 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     return {"saved": elements - unsaved_elements}
 
 
-TECHNIQUE = Technique("", holds=holds)  # "": always asked; add_adapters changes the model
+TECHNIQUE = Technique("", holds=holds)  # no flag: always asked. add_adapters changes the model

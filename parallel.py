@@ -124,7 +124,7 @@ class World(Process):
 
 
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
-    """Arrange the processes in a configuration's mesh; by default as replicas (labs/hsdp)."""
+    """Arrange the processes in a mesh, by default as replicas. In labs/hsdp you write it."""
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
@@ -153,7 +153,7 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# Files that divide sizes by the ranks of a mesh dimension: each has `refuses` and `suggests`, too.
+# What divides sizes by the ranks of a mesh dimension. Each has `refuses` and `suggests`.
 SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
 
@@ -438,7 +438,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
     Use within a node, where links are fast, when activations do not fit or there are more ranks
     than sequences. Avoid elsewhere: in each block computation waits for 4 collectives in
     forward and for 4 in backward, and smaller matrix products use a GPU less well. With --async-tp
-    most of these messages travel while other chunks compute (techniques/async_tp.py).
+    most messages are sent in chunks, while other chunks compute (techniques/async_tp.py).
 
     Shards in place: parameters become DTensors. Raises UserError for a parameter or a loss that it
     does not know how to shard. labs/tp shards a feed-forward block by hand."""

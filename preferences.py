@@ -1,8 +1,8 @@
 r"""Train a Llama on preferences: of two answers, make the chosen one likelier (DPO).
 
-    torchrun train.py                                            a base model
-    torchrun finetune_lora.py --init out/tiny --out out/lora --merge             that answers
-    torchrun preferences.py --init out/lora/merged               and prefers whole docstrings
+    torchrun train.py                                            makes a base model
+    torchrun finetune_lora.py --init out/tiny --out out/lora --merge   teaches it to answer
+    torchrun preferences.py --init out/lora/merged               lets it prefer whole docstrings
     torchrun --nproc-per-node 8 preferences.py --init ~/Llama-3.1-8B-Instruct --data pairs.jsonl \
              --seq-len 4096 --batch 64 --microbatch 1 --lr 5e-6
 
@@ -80,8 +80,8 @@ def complete(args: argparse.Namespace) -> None:
 
 @dataclass
 class Preferences(evaluate.Prediction):
-    """Train a run's model to prefer chosen answers. Its batches have it as `objective`, and
-    call its `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
+    """Train a run's model to prefer chosen answers. A batch has this object as its `objective`, and
+    calls `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
 
     before_step = "reference"  # what bench.py step calls the time of `prepare`
 
@@ -101,7 +101,7 @@ class Preferences(evaluate.Prediction):
         shape = len(rows) + padding, dataset.seq_len
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
         log_p = torch.zeros(shape, dtype=dtype, device=world.device)
-        # For this pass `given` are column numbers: with --cp a rank has only some columns.
+        # At first `given` has column numbers: they tell a rank along cp where its log p goes.
         dataset.given = torch.arange(dataset.seq_len).expand(shape)
         for own_rows, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
             log_p[own_rows].scatter_(1, batch.given, self.log_p(batch).to(log_p))

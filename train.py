@@ -45,7 +45,7 @@ def main() -> None:
     args = flags.parse_pretraining()
     process = setup.setup(args)  # joins the processes that torchrun has started
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    diloco.check_meetings(args)  # with DiLoCo, evaluations need equal replicas
+    diloco.check_evaluations(args)  # with DiLoCo, evaluations need equal replicas
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     # build first checks `accumulate`, below, on a small model, then gives each rank its part.
     world, runner, work = setup.build(args, job, process, accumulate)
@@ -81,7 +81,7 @@ def train(
         task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
     recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
-    # A signal ends the run after the step whose `update` exchanges it; it cuts an evaluation short.
+    # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, task.batches(steps)):

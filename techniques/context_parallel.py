@@ -144,7 +144,7 @@ class SharedBatch(Batch):
     dtype: torch.dtype = torch.float32  # of computation
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
-        """Return the sums over whole documents on the first of these ranks, and 0 on the others, so
+        """Return the sums over whole documents on the first rank of `mesh`, and 0 on the others, so
         that each is counted once. Communication: an all-reduce of [B, documents], also in backward:
         it takes the first rank's gradient to the others."""
         parts = super().sums_of_documents(x)
@@ -176,8 +176,8 @@ class SharedBatch(Batch):
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 
     def documents_until(self, end: int, queries: int) -> Documents:
-        """Return the same for a kernel: which queries of each document are in the chunk, if any,
-        and which of the document's keys come before its end. The kernel lets the last query attend
+        """Return what a kernel needs in place of a mask: each document's queries in the chunk, if
+        there are any, and its keys before the chunk's end. The kernel lets the last query attend
         to all keys, the query before it to all but the last, and so on."""
         of_queries = self.starts.clamp(end - queries, end) - (end - queries)
         starts = flat_starts(of_queries, queries), flat_starts(self.starts.clamp(max=end), end)

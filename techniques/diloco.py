@@ -80,7 +80,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
         yield "replicate", "all-reduce", 1 / parallel.every, elements * parallel.grad_bytes
 
 
-def check_meetings(args) -> None:
+def check_evaluations(args) -> None:
     """Raise UserError unless a run with these flags takes an outer step before each evaluation and
     at its end: only after an outer step are the weights of all replicas the same."""
     if args.dp != "diloco":

@@ -50,8 +50,8 @@ from techniques.technique import Technique
 from techniques.zero1 import all_gather_updates, optimizer_parameters
 
 MOMENTUM = 0.95
-# The Newton-Schulz iteration with Jordan's coefficients: five steps bring singular values of 0.003
-# to 1 between 0.68 and 1.2. This is near enough to 1; singular values below 0.003 stay smaller.
+# The Newton-Schulz iteration with Jordan's coefficients: five steps bring singular values from
+# 0.0015 to 1 into 0.68 to 1.2, which is near enough to 1. Those below 0.0015 stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
@@ -314,7 +314,7 @@ def make_optimizer(
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     vectors = [(name, p) for name, p in named if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}]
-    if vectors:  # norms and biases; an adapter has none
+    if vectors:  # norms, biases, magnitudes of DoRA; a plain adapter has none
         groups.append({"params": vectors, "weight_decay": 0.0})
     options = dict(lr=lr, betas=(0.9, 0.95))
     if parallel.optimizer == "muon":

@@ -44,7 +44,7 @@ from techniques.schedules import Action, check_schedule, has_w, make_schedule
 # ------------------------------------------------------------------------------------------- stages
 # With tied embeddings the last rank keeps the embedding too, as its output.
 
-# FSDP warns of views because changing them in place would be an error, and nothing here does.
+# FSDP warns of views (see stages_of): to change one in place would be an error. Nothing here does.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -150,9 +150,9 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
         stage.config, stage.vocabulary = model.config, model.vocabulary
         stage.loss = lambda *given: model.loss(*given)  # evaluation may replace model.loss
-        # FSDP puts a hook on the tensor that a module returns. If the last block and the stage
-        # returned the same one, W, which needs the stage's hook alone, would all-gather the block
-        # for nothing. So the stage returns a view, which is another tensor.
+        # FSDP puts a hook on the tensor that a module returns, and W runs a backward from that of
+        # the stage (see compute). If the last block returned the same tensor, its hook would
+        # all-gather the block for nothing. So the stage returns a view: another tensor.
         stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
         stage.register_forward_pre_hook(follow_mode)
         made.append(stage)
@@ -176,7 +176,7 @@ class Pipeline(nn.Module):
     """One rank of a pipeline, which computes the steps of training by a schedule.
 
     A *tick* is a moment at which actions end. Before anyone waits, all ranks post the sends and
-    receives of a tick in the same order, NCCL's order: so no two ranks wait for each other."""
+    receives of a tick in one order, in which NCCL runs them: no two ranks wait for each other."""
 
     def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a

@@ -37,15 +37,14 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators that return a matrix product, which in async TP all_to_all_single does. Techniques add
-# theirs.
+# Operators that return a matrix product (all_to_all_single: in async TP). Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 # Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
 # FSDP's marks for profilers, of which a recomputation has fewer.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
-# Operators of float8.py, and the choice of experts, which has to stay the same. All are saved.
+# Of float8.py; and topk, since recomputation has to choose the same experts. All are saved.
 SMALL_RESULTS = "amax", "all_reduce", "topk"
 
 
@@ -62,7 +61,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
     if compile:
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
         torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
-        torch._dynamo.config.skip_nnmodule_hook_guards = False  # hooks differ: mark_products
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # blocks have other hooks
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(

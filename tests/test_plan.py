@@ -115,6 +115,13 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     assert "it needs more than 72 GB" in out and " tp\n" in out  # why others lose
 
 
+def test_flags_of_a_change_are_ones_that_exist():
+    """There is --no-compile, but no --no-offload-activations."""
+    before = ParallelConfig(checkpointing="full", offload_activations=True, compile=True)
+    now = replace(before, checkpointing="selective", offload_activations=False, compile=False)
+    assert flags_of(now, before) == "--checkpointing selective --no-compile"
+
+
 def test_the_flags_of_every_plan_ask_for_it():
     """Each plan of 8 GPUs in two nodes, in bfloat16 and with what is not a default; train.py takes
     it."""
