@@ -38,9 +38,9 @@ def test_all_that_it_does():
     def cubes(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w).pow(3).sum()
 
-    def run(function, dist: dict, loss_of=None, **names) -> dict:
+    def run(function, dist: dict, loss=None, **names) -> dict:
         (code,) = re.findall(r"This is all .*?:\n\n(.*?)\n\n", function.__doc__, re.DOTALL)
-        names |= dict(dist=SimpleNamespace(**dist), loss_of=loss_of, sequences=x, n=2)
+        names |= dict(dist=SimpleNamespace(**dist), loss=loss, sequences=x, n=2)
         exec(textwrap.dedent(code), names | dict(torch=torch, silu=F.silu), found := {})
         return found
 
