@@ -78,8 +78,8 @@ Question = tuple[list[str], list[Asked], Callable[[], Iterator[Found]]]
 
 
 def draw_work(random: Random, strategies: str, **more) -> Work:
-    """Draw a step of a small model on 2 to 16 ranks. Its vocabulary alone may be odd, and one bucket
-    of DDP has room for all of its gradients."""
+    """Draw a step of a small model on 2 to 16 ranks. Its vocabulary alone may be odd, and one
+    bucket of DDP has room for all of its gradients."""
     dim, layers, ffn_dim = (random.choice(sizes) for sizes in ((48, 64), (2, 3, 4), (128, 160)))
     vocab_size, tied = random.choice((96, 500, 509, 600)), random.random() < 0.4
     config = LlamaConfig(dim, layers, 4, 2, ffn_dim, vocab_size, tie_embeddings=tied)
