@@ -89,7 +89,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         in_block = sum(unit.gathered for unit in of_blocks)
         gathered = root.gathered + in_block * (L if keeps_all else min(2, L))
     else:  # autocast's copies: a compiled block that recomputes makes them for each product anew
-        recasts = p.compile or c.ffn_uses > 1  # experts cast theirs themselves
+        recasts = p.compile or c.ffn_uses > 1  # several feed-forwards cast theirs themselves
         blocks = 1 if recasts and p.checkpointing != "none" else L
         gathered = (root.trained + blocks * of_blocks[0].trained) * w if w < g else 0
 

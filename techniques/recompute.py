@@ -44,7 +44,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
 
-# Of float8.py; and topk, since recomputation has to choose the same experts. All are saved.
+# Operators whose small results are saved: float8.py's, and topk, a choice that has to stay.
 SMALL_RESULTS = "amax", "all_reduce", "topk"
 
 
