@@ -15,12 +15,12 @@ from workers.train_cases import (
     BETA,
     CLIP,
     SEQ,
-    STEPS,
     batch_of,
     build,
     initialize,
     packed_pairs,
     scored_answers,
+    steps_of,
 )
 
 from config import ParallelConfig, Work
@@ -169,9 +169,9 @@ def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
     `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
-    optimizer and objective. Where it has adapters, a model without any computes with the
+    optimizer, objective and steps. Where it has adapters, a model without any computes with the
     effective_weights."""
-    config, packed, lora, own_loss, seq, optimizer_name, objective = json.loads(key)
+    config, packed, lora, own_loss, seq, optimizer_name, objective, steps = json.loads(key)
     model = plain_model(config, lora)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -183,7 +183,7 @@ def plain_training(key: str) -> dict:
     excess = with_dense_experts(bare)
     base = effective_weights(model, lora, with_adapters=False)
     base = {name: weight.detach().clone() for name, weight in base.items()}
-    for step in range(STEPS):
+    for step in range(steps):
         weights = effective_weights(model, lora)
         if objective == "rewards":
             loss, count, measures = plain_rewards(bare, weights)
@@ -373,7 +373,7 @@ def assert_trained(result: dict, case: dict, reference: dict | None = None) -> N
     """Assert that a case has trained as plain PyTorch does, or as a `reference`."""
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = [case["config"], case["packed"], case.get("lora"), case.get("own_loss", False)]
-    key += [case.get("seq", SEQ), optimizer, case.get("objective")]
+    key += [case.get("seq", SEQ), optimizer, case.get("objective"), steps_of(case)]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     tolerance = 1e-10 if optimizer == "muon" and not reference else 1e-12
     assert_same(result, reference or plain_training(json.dumps(key)), tolerance)

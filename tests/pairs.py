@@ -32,8 +32,9 @@ def pairwise(
     cost: Callable[[dict], float] = lambda case: 1,
     covered: Iterable[dict] = (),
 ) -> list[dict]:
-    """Return few cases of a random walk that, with those that are `covered` already, cover every
-    pair of values in it: in each turn the case with most new pairs, for its cost (a greedy cover).
+    """Return few cases that, with those that are `covered` already, cover every pair of values that
+    a random walk of so many steps meets. In each turn it takes the case of the walk with most new
+    pairs for its cost (a greedy cover), and changes single values of it as long as that adds more.
     """
     items = [(name, value) for name, values in options.items() for value in values]
     bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
@@ -43,15 +44,26 @@ def pairwise(
     def pairs_of(case: dict) -> int:  # as bits of an integer; items are in the order of options
         return sum(bits[pair] for pair in itertools.combinations(case.items(), 2))
 
-    masks, costs = [pairs_of(case) for case in cases], [cost(case) for case in cases]
-    uncovered, chosen = functools.reduce(operator.or_, masks), []
+    def worth(pairs: int, cost: float) -> float:
+        return (pairs & uncovered).bit_count() / cost
+
+    def improve(case: dict, so_far: float) -> dict:
+        for name, value in items:
+            changed = case | {name: value}
+            more = worth(pairs_of(changed), cost(changed))
+            if more > so_far and possible(changed):
+                return improve(changed, more)
+        return case
+
+    pairs, costs = [*map(pairs_of, cases)], [*map(cost, cases)]
+    uncovered, chosen = functools.reduce(operator.or_, pairs), []
     for case in covered:
         uncovered &= ~pairs_of(case)
     while uncovered:
-        worth = [(mask & uncovered).bit_count() / cost for mask, cost in zip(masks, costs)]
-        best = worth.index(max(worth))
-        chosen.append(cases[best])
-        uncovered &= ~masks[best]
+        worths = [*map(worth, pairs, costs)]
+        best = max(worths)
+        chosen.append(improve(cases[worths.index(best)], best))
+        uncovered &= ~pairs_of(chosen[-1])
     return chosen
 
 

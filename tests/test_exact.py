@@ -18,7 +18,7 @@ import pytest
 from conftest import HAS_2_13, asks_for_slow
 from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
-from workers.train_cases import BATCH, SEQ
+from workers.train_cases import BATCH, SEQ, steps_of
 
 from config import FLAGS, STRATEGIES, Work
 from model import LlamaConfig
@@ -29,9 +29,8 @@ from techniques.schedules import SCHEDULES
 ADAPTERS = {
     "none": None,
     "all": dict(rank=3, alpha=5),
-    "rslora": dict(rank=4, alpha=8, rslora=True),
     "w2": dict(rank=2, alpha=64, targets=["w2"]),  # backward ends at the first of them
-    "w1 w3": dict(rank=2, alpha=64, targets=["w1", "w3"]),
+    "w1 w3": dict(rank=4, alpha=64, rslora=True, targets=["w1", "w3"]),
     "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
 }
@@ -180,7 +179,7 @@ QUICK |= {
         | dict(objective=objective, seq=24),
     )
     for ranks, objective, adapters, values in (
-        (1, "sigmoid", "rslora", dict(microbatch=1, checkpointing="full")),
+        (1, "sigmoid", "w1 w3", dict(microbatch=1, checkpointing="full")),
         (1, "ipo", "dora", dict(base_bits=4)),
         (1, "rewards", "dora", dict(base_bits=4)),
         (2, "sigmoid", "all", dict(dp="ddp")),
@@ -241,7 +240,7 @@ def reference_of(given: dict) -> dict | None:
     does not. That it rounds as it should is left to test_float8.py and test_adamw.py."""
     parallel = {name: given["parallel"][name] for name in ("float8", "moments", "optimizer")}
     rounds = parallel["float8"] != "none" or parallel["moments"] != "float32"
-    return given | {"parallel": parallel} if rounds else None
+    return given | {"parallel": parallel, "steps": steps_of(given)} if rounds else None
 
 
 def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:

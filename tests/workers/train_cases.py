@@ -7,21 +7,22 @@ is a tenth. "objective" is a loss of preferences.py, which then trains on rows o
 "rewards", for answers with advantages."""
 
 import copy
+import functools
 import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import evaluate
 import model as model_py
+import parallel as parallel_py
 import techniques.chunked_loss as chunked_loss
+import techniques.expert_parallel as expert_parallel
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
@@ -44,9 +45,14 @@ from text.batch import Batch
 from text.chat import Packed
 from train import train_step
 
-STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
+
+
+def steps_of(case: dict) -> int:
+    """Return how many steps a case trains; what the last one sends is counted. The second goes on
+    from the first's weights and moments. With DDP, it also sends which buckets gradients are in."""
+    return case.get("steps", 3 if case["parallel"].get("dp", "ddp") == "ddp" else 2)
 
 
 def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
@@ -201,7 +207,7 @@ def train(process, case: dict) -> dict:
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
-    steps = case.get("steps", STEPS)
+    steps = steps_of(case)
     for step in range(1, steps + 1):
         if isinstance(task, Preferences):
             batch = task.prepare(batch)
@@ -246,16 +252,18 @@ def main():
     process = init_distributed()
     offload.MIN_BYTES = 0  # the tensors here are small
     chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
+    # DTensor remembers results by meshes, and takes equal ones for one: so equal ones are one here.
+    one_mesh = functools.cache(parallel_py.init_device_mesh)
+    parallel_py.init_device_mesh = expert_parallel.init_device_mesh = one_mesh
     cases = json.loads(Path(sys.argv[1]).read_text())
     plain = dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of)
     own = dict(logits_of=capped, loss_of=own_loss)
     results, compile = [], torch.compile
     for case in cases:
-        torch.compile = partial(compile, backend=case.get("backend", "inductor"))
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        # Else DTensor goes on with the equal mesh of an earlier case: to a compiler, another one.
-        _clear_sharding_prop_cache()
+        torch.compile = functools.partial(compile, backend=case.get("backend", "inductor"))
+        if case["parallel"].get("compile"):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
         vars(model_py).update(own if "own_loss" in case else plain)
         results.append(train(process, case))
         if process.rank == 0:
