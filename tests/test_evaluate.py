@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import metrics, slow, succeed
+from conftest import metrics, succeed
 from test_adapters import rounded_to_4_bits
 from test_finetune import flags
 from test_formats import our_model, saved
@@ -139,19 +139,11 @@ def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **
 # ---------------------------------------------------------------------------- one model, all splits
 
 
-@pytest.mark.parametrize(
-    "nproc, split",
-    [
-        (0, ""),
-        (2, "--dp ddp --microbatch 3"),
-        (2, "--tp 2"),
-        (2, "--cp 2"),
-        (2, "--pp 2 --microbatch 1"),
-        slow(4, "--dp fsdp --tp 2 --cp 2"),
-        slow(4, "--pp 2 --tp 2 --microbatch 2"),
-    ],
-)
-def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, nproc, split):
+SPLITS = "", "--dp ddp --microbatch 3", "--tp 2", "--cp 2", "--pp 2 --microbatch 1"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, split):
     (exam, text), model = files, load_pretrained(base, torch.float64)
     tokenizer = load_tokenizer(str(base))
     ids = tokenizer.encode(text.read_text(), bos=True)
@@ -159,9 +151,8 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
         windows = [ids[start : start + 25] for start in range(0, len(ids) - 1, 24)]
         loss = sum(losses_of(model, window).sum().item() for window in windows)
     n, bits = len(ids) - 1, loss / math.log(2) / text.stat().st_size
-    out = run_evaluate(
-        base, files, tmp_path / "new/details", "--data", text, *split.split(), nproc=nproc
-    )
+    given = "--data", text, *split.split()
+    out = run_evaluate(base, files, tmp_path / "new/details", *given, nproc=2 * bool(split))
     assert f"loss {loss / n:.4f}, {bits:.4f} bits/byte, {n:,} tokens" in out
     expected = plain_details(model, tokenizer, read(exam))
     same_details(read(tmp_path / "new/details"), expected)
@@ -169,13 +160,12 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
     assert all(0 < share < 100 for share in printed(out).values())  # or a miscount would not show
 
 
-@pytest.mark.parametrize("nproc, split", [(0, ""), slow(4, "--tp 2 --dp fsdp")])
-def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
+def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path):
     """The base in 4 bits alone; then with an adapter, as a chat, and on conversations: as the run
     of the adapter has recorded."""
     model = rounded_to_4_bits(load_pretrained(base, torch.float64))
     tokenizer, rows = load_tokenizer(str(base)), read(files[0])
-    run_evaluate(base, files, tmp_path / "d", "--base-bits", 4, *split.split(), nproc=nproc)
+    run_evaluate(base, files, tmp_path / "d", "--base-bits", 4)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows))
 
     load_adapter(model, adapter / "step-00000003")
@@ -184,7 +174,7 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, np
     with torch.no_grad():
         loss = model(batch.tokens, batch.targets, batch.positions).item()
     given = "--adapter", adapter, "--chat", "--data", sums, "--seq-len", 96
-    out = run_evaluate(base, files, tmp_path / "d", *given, *split.split(), nproc=nproc)
+    out = run_evaluate(base, files, tmp_path / "d", *given)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows, chat=True))
     assert f"loss {loss / (batch.targets >= 0).sum():.4f}" in out
     row = metrics(adapter)[-1]
@@ -258,24 +248,23 @@ def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
     assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
 
 
-@pytest.mark.parametrize(
-    "line, problem",
-    [
-        ('{"question": "a", "choices": "bc", "answer": 0}', "\"choices\" is 'bc': give a list"),
-        ('{"question": "a", "choices": ["b", 3], "answer": 0}', "a choice is 3: give it as a str"),
-        ('{"question": "a", "choices": ["b"], "answer": 1}', '"answer" is 1: give the number of a'),
-        (
-            '{"question": "a", "choices": ["b", "c"], "answer": true}',
-            '"answer" is True: give the n',
-        ),
-        ('{"question": "a", "choices": ["b", "c"], "answer": 1.0}', '"answer" is 1.0: give the n'),
-        ('{"question": "a"}', '"answer" is None: give it as a string'),
-        ('{"question": "a", "answer": "b\\nc"}', '"answer" has several lines: give one'),
-        ('{"question": "%s", "answer": "b"}' % ("1 " * 300), "and the model reads 256: leave"),
-        ("", "holds no question"),
-    ],
-)
-def test_a_line_that_is_no_question_is_refused(tmp_path, line, problem):
-    (tmp_path / "exam.jsonl").write_text(f"\n{line}\n")
+NO_QUESTIONS = [
+    ('"choices": "bc", "answer": 0', "\"choices\" is 'bc': give a list"),
+    ('"choices": ["b", 3], "answer": 0', "a choice is 3: give it as a string"),
+    ('"choices": ["b"], "answer": 1', '"answer" is 1: give the number of a'),
+    ('"choices": ["b", "c"], "answer": true', '"answer" is True: give the number of a'),
+    ('"choices": ["b", "c"], "answer": 1.0', '"answer" is 1.0: give the number of a'),
+    ('"answer": null', '"answer" is None: give it as a string'),
+    ('"answer": "b\\nc"', '"answer" has several lines: give one'),
+    ('"answer": "b", "question": "%s"' % ("1 " * 300), "and the model reads 256: leave"),
+]
+
+
+@pytest.mark.parametrize("fields, problem", NO_QUESTIONS)
+def test_a_line_that_is_no_question_is_refused(tmp_path, fields, problem):
+    (path := tmp_path / "exam.jsonl").write_text(f'\n{{"question": "a", {fields}}}\n')
     with pytest.raises(UserError, match=re.escape(problem)):
-        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer("bytes"), 256)
+        exams.Exam(path, load_tokenizer("bytes"), 256)
+    path.write_text("\n")
+    with pytest.raises(UserError, match="holds no question"):
+        exams.Exam(path, load_tokenizer("bytes"), 256)

@@ -51,17 +51,25 @@ def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, c
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "run", *made}
 
 
-def test_a_parameter_that_hugging_face_has_no_name_for():
-    with pytest.raises(UserError, match="balances experts: train with --balance none"):
-        formats.check_is_published(config := LlamaConfig(n_experts=4), stored(Llama(config)))
-    with pytest.raises(UserError, match="qkv_bias and experts"):
-        fingerprint.model_type(LlamaConfig(qkv_bias=True, n_experts=4))
-    with pytest.raises(UserError, match="--format gguf is not written for models like mixtral"):
-        save_gguf(None, LlamaConfig(n_experts=4, balance="none"), {}, None, torch.float32)
-    with pytest.raises(UserError, match="no published model has qkv_bias and qk_norm"):
-        fingerprint.model_type(LlamaConfig(qkv_bias=True, qk_norm=True))
-    with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.v_norm\.weight"):
-        formats.check_is_published(fingerprint.CONFIG, {"layers.0.attention.v_norm.weight": None})
+@pytest.mark.parametrize("config, message", [
+    (LlamaConfig(n_experts=4), "balances experts: train with --balance none"),
+    (LlamaConfig(qkv_bias=True, n_experts=4), "no published model has qkv_bias and experts"),
+    (LlamaConfig(qkv_bias=True, qk_norm=True), "no published model has qkv_bias and qk_norm"),
+    (fingerprint.CONFIG, r"no parameter like layers\.0\.attention\.v_norm\.weight"),
+])  # fmt: skip
+def test_a_parameter_that_hugging_face_has_no_name_for(config, message):
+    with pytest.raises(UserError, match=message):
+        formats.check_is_published(config, {"layers.0.attention.v_norm.weight": None})
+
+
+@pytest.mark.parametrize("config, message", [
+    (LlamaConfig(n_experts=4, balance="none"), "gguf is not written for models like mixtral"),
+    (LlamaConfig(qkv_bias=True, rope_scaling=8.0), "qwen2 has no scaled RoPE"),
+    (LlamaConfig(qk_norm=True, rope_scaling=8.0), "qwen3 has no scaled RoPE"),
+])  # fmt: skip
+def test_a_model_that_gguf_cannot_hold_is_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        save_gguf(None, config, {}, None, torch.float32)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
+from conftest import Forks, launch, metrics, refused, succeed, wait_for_lines
 from exact import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
@@ -108,36 +108,15 @@ def one_run(base, sums, tmp_path_factory):
     return out, samples_in(result)
 
 
-@pytest.mark.slow
-def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
-    """Memory and traffic as predicted, with the mask of packed conversations; adapters stay."""
-    given = flags(base, sums, tmp_path / "none", batch=8, microbatch=2, dtype="float32", dp="fsdp")
-    out = succeed("bench.py", "step", "--lora", *given, "--repeats", 2, nproc=2).out
-    sent = [line.split("each rank sends ")[1] for line in out.splitlines() if "rank sends " in line]
-    assert len(set(sent)) == 1 and "all-gather over shard" in sent[0]  # predicted, counted
-    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
-    held = {row[0]: float(row[1].split()[0]) for row in rows if row[-1].endswith("MB")}
-    assert held["predicted peak"] == pytest.approx(held["peak"], rel=0.1)
-    assert not (tmp_path / "none").exists()
-
-
-MESHES = [
-    (2, "--microbatch=1"),
-    slow(4, "--dp=fsdp --tp=2 --cp=2"),
-    slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
-]
-
-
-@pytest.mark.parametrize("nproc, parallel", MESHES)
-def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
+def test_a_run_on_two_ranks_is_the_same_run(base, sums, one_run, tmp_path):
     """Training, evaluation, samples. Then the run is resumed, to the last bit."""
     out = tmp_path / "run"
-    command = "finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN), *parallel.split()
-    result = succeed(*command, nproc=nproc, timeout=300)
+    command = "finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN, microbatch=1)
+    result = succeed(*command, nproc=2)
     assert "per step, each rank would send: --dp ddp" in result.out
     same_run(out, one_run[0], step=4)
     assert samples_in(result) == one_run[1] and len(one_run[1]) > 6
-    resumes(out, 2, last_factors, *command, nproc=nproc)
+    resumes(out, 2, last_factors, *command, nproc=2)
 
 
 def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
@@ -224,7 +203,3 @@ def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
     succeed("checkpoint.py", "merge", base, out / "best", expected)
     ours, theirs = (dict(load_pretrained(p).named_parameters()) for p in (out / "merged", expected))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-    (tmp_path / "new/.best").mkdir(parents=True)  # as if the disk refused a link
-    refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "new", **options)),
-            "leave out --keep-best")  # fmt: skip

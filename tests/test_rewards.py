@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_copy, launch, metrics, refused, succeed, with_fault
+from conftest import changed_copy, launch, metrics, refused, succeed
 from test_chat import BYTES
 from test_finetune import CONFIG, last_factors, same_run
 from test_formats import our_model, stored
 from test_train import as_flags, resumes
 
 from checkpoint import write_checkpoint
-from config import ParallelConfig
 from model import IGNORE
-from plumbing.processes import UserError
 from rewards import Answers, Rewards
 
 
@@ -61,20 +59,29 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
-REWARDS = {
-    "raises": ("return 1 / 0", "raised ZeroDivisionError"),
-    "no number": ("return float('nan')", "it returned nan"),
-    "a string": ("return 'good'", "raised ValueError"),
-    "nothing": ("", "has no function reward"),
+WRONG = {  # flags, or a file in place of one that a flag names; and what is said
+    "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
+    "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan"),
+    "a string": (dict(reward="def reward(**given):\n    return 'good'"), "raised ValueError"),
+    "nothing": (dict(reward=""), "has no function reward"),
+    "no text": (dict(data='{"prompt": 3}'), '"prompt" is 3'),
+    "another name": (dict(data='{"prompt": "Hi", "answer": "Ho"}'), "rename the field"),
+    "no JSON": (dict(val_data="Hi"), 'give {"prompt": "..."}'),
+    "no prompt": (dict(data=""), "has too few prompts"),
+    "dropout": (dict(dropout=0.1), "leave it out"),
+    "groups": (dict(group=3), "must be a multiple of --group"),
+    "no room": (dict(max_new_tokens=99), "--max-new-tokens 99"),
+    "both": (dict(all_weights=True, dora=True), "are for adapters"),
 }
 
 
-@pytest.mark.parametrize("kind", REWARDS)
-def test_a_reward_that_is_none_ends_in_one_line(given, tmp_path, kind):
-    body, says = REWARDS[kind]
-    (tmp_path / "bad.py").write_text(f"def reward(**given):\n    {body}\n" * bool(body))
-    more = dict(reward=tmp_path / "bad.py")
-    refused(launch(*command(given, tmp_path / "out", **more), nproc=2), "bad.py", says)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_in_one_line(given, tmp_path, name):
+    more, says = dict(WRONG[name][0]), WRONG[name][1]
+    for flag in more.keys() & {"reward", "data", "val_data"}:
+        (path := tmp_path / f"bad.{flag}").write_text(more[flag])
+        more[flag] = path
+    refused(launch(*command(given, tmp_path / "out", **more), nproc=2 * ("reward" in more)), says)
 
 
 def test_rank_0_rewards_all_answers(given, tmp_path):
@@ -84,39 +91,6 @@ def test_rank_0_rewards_all_answers(given, tmp_path):
     more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp", merge=True)
     assert "--chat" not in succeed(*command(given, tmp_path / "out", **more), nproc=2).out
     assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("flag, says", [
-    ("--dropout=0.1", "leave it out"),
-    ("--group=3", "must be a multiple of --group"),
-    ("--max-new-tokens=99", "--max-new-tokens 99"),
-    ("--all-weights --dora", "are for adapters"),
-])  # fmt: skip
-def test_refusals(given, tmp_path, flag, says):
-    refused(launch(*command(given, tmp_path / "out"), *flag.split()), says)
-
-
-@pytest.mark.parametrize("line, says", [
-    ('{"prompt": 3}', '"prompt" is 3'),
-    ('{"prompt": "Hi", "answer": "Ho"}', "rename the field"),
-    ("Hi", 'give {"prompt": "..."}'),
-    ("", "has too few prompts"),
-])  # fmt: skip
-def test_what_is_no_prompt_is_refused(given, tmp_path, line, says):
-    (tmp_path / "bad.jsonl").write_text(line)
-    for flag in ("data", "val_data"):
-        refused(launch(*command(given, tmp_path / "out", **{flag: tmp_path / "bad.jsonl"})), says)
-
-
-def test_a_group_that_each_rank_normalizes_is_found(given, tmp_path):
-    """A group of 8 is on two ranks."""
-    old, new = "groups.mean(1, keepdim=True)", "groups[:, self.own].mean(1, keepdim=True)"
-    within = with_fault(tmp_path / "copy", "rewards", old, new)
-    norms = []
-    for nproc in (0, 2):
-        succeed(*within, *command(given, tmp_path / str(nproc), eval_every=0), nproc=nproc)
-        norms.append([row["grad_norm"] for row in metrics(tmp_path / str(nproc))])
-    assert norms[0] != pytest.approx(norms[1], rel=1e-3)
 
 
 def test_an_answer_that_does_not_end_is_none():
@@ -132,17 +106,6 @@ def test_an_answer_that_does_not_end_is_none():
     assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
     assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
     assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize("parallel, says", [
-    (dict(dp="fsdp", shard=2), "give a larger --tp"),
-    (dict(float8="rowwise"), "products in 8 bits"),
-])  # fmt: skip
-def test_what_cannot_be_sampled_is_refused(parallel, says):
-    task = Rewards.__new__(Rewards)
-    task.world, task.fits = SimpleNamespace(parallel=ParallelConfig(**parallel)), False
-    with pytest.raises(UserError, match=says):
-        task.__post_init__()
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):

@@ -3,11 +3,10 @@
 import itertools
 import json
 import random
-import runpy
 from collections import Counter
 
 import pytest
-from conftest import ROOT, shared, succeed
+from conftest import shared, succeed
 from tiktoken.load import load_tiktoken_bpe
 
 from plumbing.processes import UserError
@@ -36,10 +35,7 @@ def test_a_trained_tokenizer(text, tmp_path):
     assert f"400 of 400 tokens, {per_token:.2f} bytes a token; 1 documents, and 1" in told
     assert tokenizer.vocab_size == 400
     assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    line = "12 and 13 make 25\n"
-    assert len(tokenizer.encode(line)) < len(line) / 1.5
-    assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
-    assert tokenizer.token_bytes[tokenizer.bos] == 0
+    assert tokenizer.token_bytes[tokenizer.encode(SNIPPET, bos=True)].sum() == len(SNIPPET.encode())
     # Small tokenizers end documents as answers.
     assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
     # tiktoken's reader of Llama 3's files finds the same tokens.
@@ -68,9 +64,8 @@ def test_llama_3s_tokenizer():
     tokenizer = load_tokenizer(str(shared("llama3.tokenizer.model")))
     assert tokenizer.vocab_size == 128_256
     assert tokenizer.bos == 128_000 and tokenizer.eos == 128_001
-    assert tokenizer.special["<|finetune_right_pad_id|>"] == 128_004
-    assert tokenizer.special["<|python_tag|>"] == 128_010
-    assert tokenizer.special["<|reserved_special_token_247|>"] == 128_255
+    names = "<|finetune_right_pad_id|>", "<|python_tag|>", "<|reserved_special_token_247|>"
+    assert [tokenizer.special[name] for name in names] == [128_004, 128_010, 128_255]
     assert set(tokenizer.stop) == {128_001, 128_008, 128_009}
     # Ids as published in Meta's and Hugging Face's documentation of Llama 3.
     assert tokenizer.encode("Hello, world!", bos=True) == [128_000, 9906, 11, 1917, 0]
@@ -78,19 +73,13 @@ def test_llama_3s_tokenizer():
     assert 128_001 not in tokenizer.encode(SNIPPET)
 
 
-@pytest.mark.parametrize(
-    "kind, content, message",
-    [
-        ("model", "YQ== 0\nYg==\n", "line 2"),
-        ("model", "!! 0\n", "line 1"),
-        ("model", "YQ== 5\n", "expected ids 0, 1, 2"),
-        ("model", "", "expected ids 0, 1, 2"),
-        ("json", "[]", "is damaged: it is not a JSON object"),
-        ("json", "{", "is damaged: Expecting"),
-        ("json", "{}", "no tokenizer: "),
-        ("json", json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), "no tokenizer: "),
-    ],
-)
+@pytest.mark.parametrize("kind, content, message", [
+    ("model", "YQ== 0\nYg==\n", "line 2"),
+    ("model", "YQ== 5\n", "expected ids 0, 1, 2"),
+    ("model", "", "expected ids 0, 1, 2"),
+    ("json", "{", "is damaged: Expecting"),
+    ("json", json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), "no tokenizer: "),
+])  # fmt: skip
 def test_files_that_are_no_tokenizer_are_refused(tmp_path, kind, content, message):
     (tmp_path / f"tokenizer.{kind}").write_text(content)
     with pytest.raises(UserError, match=message):
@@ -108,8 +97,3 @@ def test_sizes_of_tokenizers(tmp_path, text, capsys):
     assert load_tokenizer(str(path)).encode(SNIPPET) == list(SNIPPET.encode())
     with pytest.raises(UserError, match="tokenizer of 266 tokens is too small: ask for 267"):
         train_tokenizer([str(text)], 266, path)
-
-
-def test_the_cache_can_be_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLATLLAMA_CACHE", str(tmp_path))
-    assert runpy.run_path(str(ROOT / "text/tokenizer.py"))["CACHE"] == tmp_path
