@@ -188,5 +188,5 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base, monkeypatch, c
     handler = signal.getsignal(signal.SIGINT)
     options = dict(max_new_tokens=NEW, temperature=0, seed=0, stop=BYTES.stop)
     script.converse(load_pretrained(base), BYTES, [], **options)
-    assert capsys.readouterr().out == f"{whole[:5]}\n\n{expected}\n\n\n"
+    assert capsys.readouterr().out == f"{whole[:5]}\n\n{expected}\n\n"
     assert signal.getsignal(signal.SIGINT) is handler

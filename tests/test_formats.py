@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import hugging_face_model, shared, succeed
+from conftest import hugging_face_model, succeed
 
 from checkpoint import export_weights, import_weights, load_pretrained, write_checkpoint
 from files import formats
@@ -259,12 +259,17 @@ def tokenizers_agree(directory: Path) -> None:
 
 
 def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
-    train_tokenizer([str(text), formats.__file__], 500, tmp_path / "tokenizer.model")
-    tokenizer, out = load_tokenizer(str(tmp_path)), tmp_path / "out"
-    hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size)))
-    import_weights(hf, tmp_path / "run", str(tmp_path))
+    """Meta's lies in original/, and names the tokens that end an answer."""
+    hf, out, original = (tmp_path / name for name in ("hf", "out", "hf/original"))
+    original.mkdir(parents=True)
+    train_tokenizer([str(text), formats.__file__], 500, original / "tokenizer.model")
+    tokenizer = load_tokenizer(str(original))
+    saved_hf(hf, our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size)))
+    import_weights(hf, tmp_path / "run", None)
     export_weights(tmp_path / "run", out, "hf", None)
     tokenizers_agree(out)
+    content = json.loads((out / "config.json").read_text())
+    assert (content["bos_token_id"], content["eos_token_id"]) == (tokenizer.bos, [*tokenizer.stop])
     (out / "tokenizer.model").unlink()
     assert read_config(out)["tokenizer"].endswith("tokenizer.json")
     import_weights(out, tmp_path / "again", None)
@@ -296,24 +301,6 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     assert (config.temperature, set(config.eos_token_id)) == (0.6, {1, *tokenizer.stop})
     assert template_of("run") == tokenizer.template == CHAT_TEMPLATE
     assert not (tmp_path / "of run" / "generation_config.json").exists()
-
-
-@pytest.mark.slow
-def test_metas_tokenizer_is_kept(tmp_path):
-    """It lies in original/, and names the tokens that end an answer."""
-    config = LlamaConfig(32, 1, 2, 2, 32, 128_256, 131_072, rope_scaling=32.0, tie_embeddings=True)
-    hf, out = saved_hf(tmp_path / "hf", our_model(config)), tmp_path / "out"
-    (hf / "original").mkdir()
-    tokenizer = shared("llama3.tokenizer.model")
-    shutil.copy(tokenizer, hf / "original" / "tokenizer.model")
-    import_weights(hf, tmp_path / "run", None)
-    export_weights(tmp_path / "run", out, "hf", None)
-    assert read_config(out)["model"] == config
-    assert (out / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
-    tokenizers_agree(out)
-    content = json.loads((out / "config.json").read_text())
-    assert content["bos_token_id"] == 128_000
-    assert content["eos_token_id"] == [128_001, 128_008, 128_009]
 
 
 def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch):
