@@ -7,7 +7,6 @@ import pytest
 import tiktoken
 import torch
 
-import evaluate
 from model import IGNORE
 from plumbing.processes import UserError
 from text import chat, conversations
@@ -333,14 +332,3 @@ def test_a_call_without_a_content_is_no_example(tmp_path):
     tokenizer.template = "{% for m in messages %}{{ m | tojson }}<|eot_id|>{% endfor %}"
     path = write(tmp_path / "a.jsonl", *[{"messages": [user("a"), call]}] * 2)
     assert open_samples([str(path)], tokenizer, 128)[2] == []
-
-
-def test_answers_are_scored(monkeypatch):
-    """Shares that end and are in common with the true answers, counted by hand."""
-    stop = next(iter(BYTES.stop))
-    said = [[*b"abcd", stop], [*b"aaaaaa"]]
-    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: said)
-    examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    text = evaluate.sample_answers(None, examples, BYTES, 0)
-    overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
-    assert f"of 2 answers 50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common" in text

@@ -1,4 +1,4 @@
-"""evaluate.py: losses and exams against plain PyTorch and lm-eval, however the model is split."""
+"""evaluate.py: losses and exams against plain PyTorch, however the model is split."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from test_adapters import rounded_to_4_bits
 from test_finetune import flags
 from test_formats import our_model, saved
 
-from checkpoint import export_weights, load_pretrained
+from checkpoint import load_pretrained
 from files.adapters import load_adapter
 from model import LlamaConfig
 from plumbing.processes import UserError
@@ -101,9 +101,8 @@ def base(text, tmp_path_factory) -> Path:
     tokenizer = load_tokenizer(str(directory / "my.model"))
     config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
     model = our_model(config, torch.float64, seed=5, factor=3, norms=(1, 1))
-    written = saved(directory / "written", model, tokenizer)
     (directory / "my.model").unlink()  # the checkpoint is complete in itself
-    return written.rename(directory / "base")
+    return saved(directory / "base", model, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def adapter(base, files, sums, tmp_path_factory) -> Path:
 
 
 def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **options) -> str:
-    given = ["--dtype", "float64", "--seq-len", 24, "--max-new-tokens", ROOM, *more]
+    given = ["--dtype=float64", "--seq-len=24", f"--max-new-tokens={ROOM}", *more]
     given += ["--exam", files[0], "--details", out]
     return succeed("evaluate.py", directory, *given, **options).out
 
@@ -205,48 +204,7 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     assert f"{n // 24:,} sequences an epoch" in result.out
 
 
-# ---------------------------------------------------------------------------------------- lm-eval
-
-TASK = dict(dataset_path="json", test_split="test", doc_to_text="{{question}}")
-CHOOSING = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="answer")
-CHOOSING |= dict(metric_list=[dict(metric="acc"), dict(metric="acc_norm")])
-WRITING = dict(output_type="generate_until", doc_to_target="{{answer}}")
-WRITING |= dict(generation_kwargs=dict(until=["\n"], do_sample=False, max_gen_toks=ROOM))
-WRITING |= dict(metric_list=[dict(metric="exact_match")])
-FILTERS = [dict(function="remove_whitespace"), dict(function="take_first")]
-WRITING |= dict(filter_list=[dict(name="line", filter=FILTERS)])
-
-
-@pytest.mark.slow
-def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
-    """Of the exported model: accuracies are equal, and log-likelihoods to 1e-5."""
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    export_weights(base, tmp_path / "model", "hf", torch.float32)
-    rows, tasks = read(files[0]), []
-    parts = dict(choices=(CHOOSING, rows[:-WRITTEN]), written=(WRITING, rows[-WRITTEN:]))
-    for name, (task, part) in parts.items():
-        (data := tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-        given = dict(data_files={"test": str(data)}, cache_dir=str(tmp_path))
-        tasks.append(TASK | task | dict(task=name, dataset_kwargs=given))
-    theirs = HFLM(str(tmp_path / "model"), dtype="float32", batch_size=2, device="cpu")
-    manager = TaskManager(include_defaults=False)
-    found = lm_eval.simple_evaluate(theirs, tasks=tasks, task_manager=manager)
-    choices, written = ([row["filtered_resps"] for row in found["samples"][name]] for name in parts)
-
-    out = run_evaluate(tmp_path / "model", files, tmp_path / "details", "--dtype", "float32")
-    details = read(tmp_path / "details")
-    for row, scored in zip(details[:-WRITTEN], choices, strict=True):
-        expected = [log_likelihood for log_likelihood, _ in scored]
-        assert row["log_likelihoods"] == pytest.approx(expected, rel=1e-5)
-    assert [[row["written"]] for row in details[-WRITTEN:]] == written
-    chosen, exact = found["results"]["choices"], found["results"]["written"]
-    shares = chosen["acc,none"], chosen["acc_norm,none"], exact["exact_match,line"]
-    expected = dict(zip(("accuracy", "normalized", "exact"), shares))
-    assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
-
+# ------------------------------------------------------------------------------------ wrong input
 
 NO_QUESTIONS = [
     ('"choices": "bc", "answer": 0', "\"choices\" is 'bc': give a list"),

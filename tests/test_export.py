@@ -3,10 +3,9 @@
 import pytest
 import torch
 from conftest import changed_copy, hugging_face_model, launch, refused, slow, succeed
-from test_formats import saved, stored
+from test_formats import stored
 from test_model import to_hugging_face
 
-from checkpoint import load_pretrained
 from files import formats
 from files import published as fingerprint
 from files.gguf import save_gguf
@@ -81,10 +80,3 @@ def test_the_fingerprint_is_that_of_transformers(config, expected):
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
     torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
     formats.check_is_published(config, stored(Llama(config)))
-
-
-def test_a_model_that_is_loaded_first_is_not_said_to_be_changed(tmp_path, capsys):
-    saved(tmp_path / "run", Llama(fingerprint.CONFIG))
-    fingerprint.small_logits.cache_clear()
-    load_pretrained(tmp_path / "run")
-    assert "warning" not in capsys.readouterr().err

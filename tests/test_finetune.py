@@ -1,15 +1,13 @@
 """finetune_lora.py as its users run it, against a loop written out in plain PyTorch."""
 
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Forks, launch, metrics, refused, succeed, wait_for_lines
+from conftest import launch, metrics, refused, succeed
 from exact import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
@@ -167,23 +165,6 @@ def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
     refused(launch(*arguments, "--rank=3"), "another adapter", "rank 8, not 3")
     no_base = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
     refused(no_base, "is an adapter: generate.py takes it as --adapter, with ")
-
-
-def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
-    """Targets may come in another order. No sample is shown where all prompts are too long."""
-    out = tmp_path / "run"
-    options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
-    arguments = flags(base, sums, out, **options)
-    run = Forks("finetune_lora.py", *arguments, "--targets", "wv", "wq")
-    wait_for_lines(out / "metrics.jsonl", 5)
-    os.kill(run.ranks[0], signal.SIGINT)
-    result = run.finish()
-    assert result.code == 0
-    assert "no held-out prompt is short enough" in result.out
-    assert "with --resume goes on" in result.out and not (out / "merged").exists()
-    last = ["--targets", "wq", "wv", f"--steps={metrics(out)[-1]['step'] + 1}", "--resume"]
-    succeed("finetune_lora.py", *arguments, *last)
-    assert load_pretrained(out / "merged").config == CONFIG
 
 
 def test_the_best_checkpoint_is_merged(base, sums, tmp_path):

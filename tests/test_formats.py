@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -98,7 +99,8 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     logits_agree(model, reference)
 
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
-    saved_hf(ours, model, Ids())
+    ids = SimpleNamespace(bos=7, stop=[8, 9], save_published=lambda _: None)
+    saved_hf(ours, model, ids)
     for directory in (theirs, ours):
         files = list(directory.glob("*.safetensors"))
         assert (len(files) > 1) == (file_bytes == 30_000)
@@ -228,15 +230,6 @@ META_TEMPLATE = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
-
-
-class Ids:
-    """As much of a tokenizer as a config.json names."""
-
-    bos, stop = 7, [8, 9]
-
-    def save_published(self, directory: Path) -> None:
-        pass
 
 
 def tokenizers_agree(directory: Path) -> None:
@@ -375,7 +368,7 @@ HF, META = "config.json", "params.json"
 MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
 
 
-UNFIT = [  # `...` removes a key
+UNFIT = [
     (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe work here"),
     (HF, dict(model_type="qwen3"), "lacks 6 tensor(s): model.layers.0.self_attn.k_norm"),
     (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
@@ -383,18 +376,13 @@ UNFIT = [  # `...` removes a key
     (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),
     (HF, dict(rope_scaling={"rope_type": "yarn", "factor": 2}), "RoPE of type 'yarn'"),
     (HF, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor None"),
-    (HF, dict(rope_scaling=3), "its RoPE is 3"),
     (HF, dict(head_dim=16), "k_proj.weight [16, 48], not [32, 48]"),
-    (HF, dict(hidden_size=...), "has no 'hidden_size'"),
-    (HF, dict(rms_norm_eps="small"), "norm_eps cannot be 'small'"),
     (HF, dict(num_hidden_layers=2), "has 9 unknown tensor(s): model.layers.2.input_layernorm"),
     (HF, MIXTRAL_FIELDS | dict(num_experts_per_tok=1), "top_k 1 of n_experts 3"),
     (HF, MIXTRAL_FIELDS | dict(sliding_window=9), "has sliding_window 9"),
     (HF, dict(model_type="qwen3_moe", norm_topk_prob=False), "has norm_topk_prob False"),
     (HF, dict(tie_word_embeddings=True), "ties embeddings, but has another lm_head"),
-    (META, dict(dim=True), "dim cannot be True"),
     (META, dict(n_layers=2), "has 9 unknown tensor(s): layers.2.attention.wk.weight"),
-    (META, dict(rope_theta=10**400), "rope_theta cannot be 1000"),
 ]
 
 
@@ -403,7 +391,7 @@ def test_configs_that_do_not_fit_are_refused(file, changes, message, tmp_path):
     save = formats.save_hf if file == HF else formats.save_meta
     save(tmp_path, PLAIN, stored(our_model(PLAIN)))
     content = json.loads((tmp_path / file).read_text()) | changes
-    (tmp_path / file).write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+    (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
         load_pretrained(tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -445,14 +433,3 @@ def test_files_that_are_missing(tmp_path, monkeypatch):
         path.unlink()
     with pytest.raises(UserError, match=r"no model.safetensors beside it"):
         load_pretrained(tmp_path)
-
-
-def test_a_tokenizer_of_another_kind_is_left_behind(tmp_path, capsys):
-    """Llama 2's, for example. The weights are exported alone, and a tokenizer can be given."""
-    hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=267)))
-    (hf / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
-    export_weights(hf, tmp_path / "meta", "meta", None)
-    assert "warning: without a tokenizer, as " in capsys.readouterr().err
-    assert not (tmp_path / "meta" / "tokenizer.model").exists()
-    import_weights(hf, tmp_path / "run", "bytes")
-    assert read_config(tmp_path / "run")["tokenizer"] == "bytes"

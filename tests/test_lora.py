@@ -40,12 +40,6 @@ def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
     return model
 
 
-def stored_base(model: Llama) -> dict[str, StoredTensor]:
-    """Return the weights beneath the adapters, as files store them."""
-    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
-    return {name: StoredTensor.of(p) for name, p in named.items()}
-
-
 # ------------------------------------------------------------------------------------- the module
 
 
@@ -151,6 +145,15 @@ def save(directory, model: Llama, lora: LoRA) -> None:
     save_adapter(directory, lora, model.config, gather_adapters(model), "base")
 
 
+def base_in_transformers(directory, model: Llama):
+    """Return transformers' model of the weights beneath the adapters."""
+    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
+    directory.mkdir()
+    save_hf(directory, model.config, {name: StoredTensor.of(p) for name, p in named.items()})
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
 KINDS = {
     "lora": LoRA(rank=4, alpha=12, dropout=0.1),
     "rslora": LoRA(rank=9, alpha=6.5, rslora=True, targets=("wq", "wk", "w2")),
@@ -170,16 +173,12 @@ def logits_agree(ours: Llama, theirs, base) -> None:
 @pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
-    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
-    lora = KINDS[kind]
+    peft, lora = pytest.importorskip("peft"), KINDS[kind]
     model, plain = adapted(config, lora, torch.float32), Llama(config)
     plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    base.mkdir()
-    save_hf(base, config, stored_base(model))
-    save(adapter, model, lora)
+    save(adapter := tmp_path / "adapter", model, lora)
     assert open_adapter(adapter, config)[0] == lora
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = base_in_transformers(tmp_path / "base", model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
@@ -200,10 +199,8 @@ SOME = [
 
 @pytest.mark.parametrize("some", SOME, ids=str)
 def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
-    save_hf(tmp_path, CONFIG, stored_base(plain))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    peft, plain = pytest.importorskip("peft"), adapted(CONFIG, LoRA(targets=()), torch.float32)
+    theirs = base_in_transformers(tmp_path / "base", plain)
     settings = some if isinstance(some, dict) else dict(target_modules=some)
     config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
     theirs = peft.get_peft_model(theirs, config).eval()
