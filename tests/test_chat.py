@@ -204,7 +204,10 @@ def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
 def test_targets_are_the_answers_and_their_ends():
     for tokenizer, end in ((BYTES, "{eot_id}"), (PLAIN, "{endoftext}")):
         answers = f"4, naïvely 🙂{end}6 <|eot_id|>!{end}"
-        assert target_text(*encode(TALK, tokenizer), tokenizer) == answers
+        ids, is_target = encode(TALK, tokenizer)
+        assert target_text(ids, is_target, tokenizer) == answers
+        everything = encode(TALK, tokenizer, train_on_prompt=True)
+        assert everything == (ids, [False] + [True] * (len(ids) - 1))
     assert marked(encode(TALK, PLAIN)[0], PLAIN) == (
         "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
         "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
@@ -212,13 +215,6 @@ def test_targets_are_the_answers_and_their_ends():
     )
     # What somebody types ends no message.
     assert encode(TALK, BYTES)[0].count(BYTES.special["<|eot_id|>"]) == len(TALK)
-
-
-def test_the_whole_conversation_may_be_a_target():
-    for tokenizer in (BYTES, PLAIN):
-        ids, _ = encode(TALK, tokenizer)
-        everything = encode(TALK, tokenizer, train_on_prompt=True)
-        assert everything == (ids, [False] + [True] * (len(ids) - 1))
 
 
 # ---------------------------------------------------------------------------------- packed rows

@@ -145,8 +145,7 @@ def test_llama_cpp_tokenizes_and_chats_alike(change, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, Q8_0], ids=str)
 def test_types_are_those_of_the_gguf_package(dtype, tokenizer, tmp_path):
-    """Also a matrix whose rows are no whole number of blocks; and llama.cpp computes nearly the
-    same from rounded weights."""
+    """Also a matrix whose rows are no whole number of blocks."""
     config = replace(PLAIN, ffn_dim=80)
     model, path = exported(tmp_path, config, tokenizer, dtype)
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
@@ -163,10 +162,6 @@ def test_types_are_those_of_the_gguf_package(dtype, tokenizer, tmp_path):
         assert found[key].tensor_type == gguf.GGMLQuantizationType[kind]
         expected = gguf.quants.quantize(weight, found[key].tensor_type)
         assert found[key].data.tobytes() == expected.tobytes(), key
-    ids = tokenizer.encode("def f(x):", bos=True)
-    _, row = LlamaCpp(path).continued(ids, 1, tokenizer, config.vocab_size)
-    exact = model(torch.tensor([ids]))[:, -1].log_softmax(-1)
-    assert 1e-6 < (row - exact).abs().max() < 0.3
 
 
 def test_blocks_of_zeros_and_halves():

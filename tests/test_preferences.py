@@ -1,6 +1,7 @@
 """preferences.py with text/pairs.py, and rewards.py: what is read and packed, and runs as users
 start them."""
 
+import itertools
 import json
 import math
 import re
@@ -78,10 +79,7 @@ def test_layouts_of_pairs(tmp_path, line, before):
         (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
         (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
         (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
-        (record("Hi", "Hello", None), "no rejected answer"),
-        (record({"a": 1}, "Hello", "Go"), "no prompt"),
         (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
-        (record("Hi", "Hello", [3]), "rejected: message 2 is 3"),
         ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
         ("Hi, Go", "is not a JSON object: give .*chosen"),
         (None, "holds no conversation: give .*chosen"),
@@ -104,12 +102,12 @@ def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
 
 def test_default_pairs():
     """The rejected answer has half of the words, or all in another order."""
-    pairs = [(s.messages, s.rejected) for s in docstring_pairs()]
-    halves = 0
-    for good, bad in ([m[-1]["content"].split() for m in pair] for pair in pairs):
+    halves, samples = 0, [*itertools.islice(docstring_pairs(), 500)]
+    for sample in samples:
+        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
         halves += (half := bad == good[: len(good) // 2])
         assert bad and bad != good and (half or sorted(bad) == sorted(good))
-    assert len(pairs) > 1000 and 0.4 < halves / len(pairs) < 0.6
+    assert len(samples) == 500 and 200 < halves < 300
 
 
 PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
@@ -196,11 +194,11 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     def text(ids: list[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
 
-    rows = [
-        dict(prompt=f"{text(c[:at])} ", chosen=text(c[at:-1]), rejected=text(r[at:-1]))
-        for (c, on), (r, _) in zip(samples[::2], samples[1::2])
-        for at in [on.index(True)]
-    ]
+    rows = []
+    for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
+        at = on.index(True)
+        given = dict(prompt=f"{text(chosen[:at])} ", chosen=text(chosen[at:-1]))
+        rows.append(given | dict(rejected=text(rejected[at:-1])))
     config_of_trainer = trl.DPOConfig(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], beta=BETA, max_length=None,
         per_device_train_batch_size=len(rows), bf16=False, gradient_checkpointing=False,

@@ -385,28 +385,3 @@ def test_other_tokenizers_are_refused(tmp_path):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(UserError, match=message):
             load_tokenizer(str(tmp_path))
-
-
-TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
-SETTINGS = [  # of a file, and how they are refused, if they are not left out
-    (TOKENIZER, {"chat_template": 3}, "has a chat template that is no text: 3"),
-    (TOKENIZER, {"chat_template": [1, {"name": "rag"}]}, ""),
-    (TOKENIZER, {"eos_token": {"x": 1}}, "eos_token cannot be None"),
-    (TOKENIZER, {"bos_token": None, "add_bos_token": 1}, ""),
-    (GENERATION, {"eos_token_id": ["a", [1], 10**9, None, -1]}, ""),
-    (GENERATION, {"eos_token_id": {"a": 1}}, ""),
-]
-
-
-@pytest.mark.parametrize("name, content, says", SETTINGS)
-def test_settings_of_another_type_are_refused_or_left_out(name, content, says, tmp_path):
-    directory = write(tmp_path, "yi")
-    (directory / name).write_text(json.dumps(content))
-    if says:
-        with pytest.raises(UserError, match=says):
-            load_tokenizer(str(directory))
-    else:
-        tokenizer = load_tokenizer(str(directory))
-        assert tokenizer.stop == (tokenizer.special["</s>"],)
-        assert all(isinstance(text, str) for text in tokenizer.names.values())
-        assert encode(TALK, tokenizer)[0]
