@@ -71,21 +71,18 @@ FUNCTIONS = {"functions": [CALL]}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
-@pytest.mark.parametrize(
-    "record, prompt, answer",
-    [
-        ({"messages": [user("Hi"), assistant("Ho")], "source": "x", "n": [1]}, "Hi", "Ho"),
-        ({"messages": None, "conversations": SHAREGPT}, "a", "b"),
-        ({"messages": [user("Hi"), assistant("Ho") | {"weight": 1, "train": True}]}, "Hi", "Ho"),
-        (ALPACA | {"input": "1 2"}, "Add.\n\n1 2", "3"),
-        (ALPACA | {"input": ""}, "Add.", "3"),
-        (ALPACA | {"text": "both"}, "Add.", "3"),
-        (ALPACA | {"input": None}, "Add.", "3"),
-        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
-        ({"conversations": SHAREGPT}, "a", "b"),
-        ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
-    ],
-)
+@pytest.mark.parametrize("record, prompt, answer", [
+    ({"messages": [user("Hi"), assistant("Ho")], "source": "x", "n": [1]}, "Hi", "Ho"),
+    ({"messages": None, "conversations": SHAREGPT}, "a", "b"),
+    ({"messages": [user("Hi"), assistant("Ho") | {"weight": 1, "train": True}]}, "Hi", "Ho"),
+    (ALPACA | {"input": "1 2"}, "Add.\n\n1 2", "3"),
+    (ALPACA | {"input": ""}, "Add.", "3"),
+    (ALPACA | {"text": "both"}, "Add.", "3"),
+    (ALPACA | {"input": None}, "Add.", "3"),
+    ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
+    ({"conversations": SHAREGPT}, "a", "b"),
+    ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
+])  # fmt: skip
 def test_kinds_of_lines(record, prompt, answer, tmp_path):
     assert read_one(record, tmp_path) == [user(prompt), assistant(answer)]
 

@@ -25,16 +25,12 @@ OFF = {FIELD: f"    window: int = 0\n{FIELD}"}
 ON = OFF | {TINY: f"window=64, {TINY}"}
 
 
-@pytest.mark.parametrize(
-    "patch, edits, message",
-    [
-        slow("", PADDED, "embeds 272 tokens, of which 267 exist"),
-        slow("", ON, "read back with window 0, not 64"),
-        ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
-        ("z_loss", OFF, ""),
-    ],
-    ids=["padded", "window", "long-window", "another loss, and a field that is off"],
-)
+@pytest.mark.parametrize("patch, edits, message", [
+    slow("", PADDED, "embeds 272 tokens, of which 267 exist"),
+    slow("", ON, "read back with window 0, not 64"),
+    ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
+    ("z_loss", OFF, ""),
+], ids=["padded", "window", "long-window", "another loss, and a field that is off"])  # fmt: skip
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
     """After a step of training."""
     changed, run = changed_copy(tmp_path / "copy", patch, edits), tmp_path / "run"

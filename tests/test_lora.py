@@ -241,16 +241,13 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, name):
         load_adapter(Llama(CONFIG), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
-        ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
-        ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
-        ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
-        ("target_modules", ["q_proj", "lm_head"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("key, value", [
+    ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
+    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
+    ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
+    ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
+    ("target_modules", ["q_proj", "lm_head"]),
+])  # fmt: skip
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]

@@ -47,18 +47,15 @@ def record(prompt, chosen, rejected, **more) -> dict:
     return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
 
 
-@pytest.mark.parametrize(
-    "line, before",
-    [
-        (record("Hi", "Hello", "Go"), []),
-        (record([HI], [GOOD], [BAD]), []),
-        (record("Hi", [HI, GOOD], [HI, BAD]), []),
-        (record(None, [HI, GOOD], [HI, BAD]), []),
-        (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
-        (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
-        (record(None, HH + "Hello", HH + "Go"), BEFORE),
-    ],
-)
+@pytest.mark.parametrize("line, before", [
+    (record("Hi", "Hello", "Go"), []),
+    (record([HI], [GOOD], [BAD]), []),
+    (record("Hi", [HI, GOOD], [HI, BAD]), []),
+    (record(None, [HI, GOOD], [HI, BAD]), []),
+    (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
+    (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
+    (record(None, HH + "Hello", HH + "Go"), BEFORE),
+])  # fmt: skip
 def test_layouts_of_pairs(tmp_path, line, before):
     """The targets are the last answers alone: earlier ones would count the same in both."""
     path = written(tmp_path, [line] * 3)
@@ -73,18 +70,15 @@ def test_layouts_of_pairs(tmp_path, line, before):
     assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
 
 
-@pytest.mark.parametrize(
-    "line, says",
-    [
-        (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
-        (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
-        (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
-        (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
-        ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
-        ("Hi, Go", "is not a JSON object: give .*chosen"),
-        (None, "holds no conversation: give .*chosen"),
-    ],
-)
+@pytest.mark.parametrize("line, says", [
+    (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
+    (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
+    (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
+    (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
+    ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
+    ("Hi, Go", "is not a JSON object: give .*chosen"),
+    (None, "holds no conversation: give .*chosen"),
+])  # fmt: skip
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
     with pytest.raises(UserError, match=says):
         open_samples([written(tmp_path, [line] * (line is not None))], BYTES, 128, read=pairs)
