@@ -1,49 +1,35 @@
 """Texts and conversations by generate.py, compared with those of generate.stream."""
 
-import contextlib
 import io
-import os
-import pty
-import re
-import select
-import signal
+import itertools
 import sys
-import termios
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, ROOT, succeed
+from conftest import succeed
 from test_chat import BYTES, assistant, user
 from test_formats import our_model, saved
 
 import generate as script
 from checkpoint import load_pretrained
 from generate import generate, stream
-from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from model import LlamaConfig
 from text.chat import encode_prompt
 
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def speaker(path: Path, max_seq_len: int, *stop: int) -> Path:
-    """Write a random model that says capital letters only and, now and then, a token of `stop`."""
-    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=max_seq_len)
-    model = our_model(config, seed=7, factor=6, norms=(1, 1))
-    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *stop]
-    mute = [token for token in range(config.vocab_size) if token not in says]
-    model.output.weight.data[mute] = 0  # with temperature 0, some other logit is higher
-    return saved(path, model, BYTES)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return speaker(tmp_path_factory.mktemp("base") / "base", 256, BYTES.special["<|eot_id|>"])
+    """A random model that says capital letters only and, now and then, the end of an answer."""
+    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256)
+    model = our_model(config, seed=7, factor=6, norms=(1, 1))
+    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", BYTES.special["<|eot_id|>"]]
+    mute = [token for token in range(config.vocab_size) if token not in says]
+    model.output.weight.data[mute] = 0  # with temperature 0, some other logit is higher
+    return saved(tmp_path_factory.mktemp("base") / "base", model, BYTES)
 
 
 def answer(base, *messages: dict, new: int = NEW) -> str:
@@ -83,31 +69,24 @@ def talk(base, monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------------ prompts
 
-POEM = "El niño soñó: 漢字 y 🙂.\n"
 
-
-def test_one_prompt_or_several_are_continued(tmp_path):
-    """By a model that has learnt a line by heart."""
-    model = Llama(LlamaConfig(64, 2, 4, 4, 128, vocab_size=267, max_seq_len=256))
-    model.init_weights(seed=0)
-    tokens = torch.tensor([BYTES.encode(POEM * 2, bos=True)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(100):
-        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    poet = saved(tmp_path / "poet", model, BYTES)
-    flags = ["--max-new-tokens", len(POEM[6:].encode()), "--temperature", 0, "--seed", 3]
-    printed = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=2).out
-    assert printed == f"{POEM}\n"  # characters of several tokens are whole
-
-    prompts = ["El", "soñó: 漢"]
+def test_one_prompt_or_several_are_continued(base):
+    prompts, flags = ["Hi", "Why?"], ["--max-new-tokens", NEW, "--temperature", 0]
     encoded = [BYTES.encode(prompt, bos=True) for prompt in prompts]
-    expected = generate(model.eval(), encoded, 30, temperature=0)
-    flags = ["--prompt", prompts[0], "--prompt", prompts[1], "--max-new-tokens", 30]
-    printed = succeed("generate.py", poet, *flags, "--temperature", 0).out
-    for prompt, tokens in zip(prompts, expected):
-        assert f"--- {prompt}{BYTES.decode(tokens)}" in printed
+    tokens = generate(load_pretrained(base), encoded, NEW, temperature=0, stop=BYTES.stop)
+    said = [BYTES.decode(t for t in row if t not in BYTES.stop) for row in tokens]
+    printed = succeed("generate.py", base, "--prompt", prompts[0], *flags, nproc=2).out
+    assert printed == f"{prompts[0]}{said[0]}\n"
+    both = (word for prompt in prompts for word in ("--prompt", prompt))
+    printed = succeed("generate.py", base, *both, *flags).out
+    assert printed == "".join(f"--- {prompt}{text}\n" for prompt, text in zip(prompts, said))
+
+
+def test_characters_of_several_tokens_are_whole(monkeypatch):
+    poem = "El niño soñó: 漢字 y 🙂.\n"
+    monkeypatch.setattr(script, "stream", lambda *_: ([i] for i in BYTES.encode(poem)))
+    pieces = [*script.stream_text(None, [], BYTES)]
+    assert "".join(pieces) == poem and "漢" in pieces and "🙂" in pieces
 
 
 # -------------------------------------------------------------------------------- with a pipe
@@ -163,90 +142,28 @@ def test_the_oldest_exchanges_are_dropped(base, talk):
     assert "--max-new-tokens 30 are more than the 256 tokens of this model: its 2 oldest" in line
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base, talk):
-    first = answer(base, user("Hi"))
-    second = answer(base, user("Hi"), assistant(first), user("Why?"))
-    printed = talk(f"Hi\n{'x' * 300}\nWhy?\n")
-    assert printed.out == f"{first}\n{second}\n"
-    (line,) = printed.err.splitlines()
-    assert re.match(r"a prompt of 3\d\d tokens and --max-new-tokens 30 are more than the 256", line)
-    assert line.endswith(": type a shorter message")
+# ------------------------------------------------------------------------------------ interrupted
 
 
-def test_a_model_that_has_diverged_ends_the_conversation(talk, monkeypatch):
-    """A shorter message would not help."""
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base, talk, monkeypatch):
+    """What has been said until then is the answer. Ctrl-C clears a line that is being typed."""
+    hi, whole = encode_prompt([user("Hi")], BYTES), answer(base, user("Hi"))
+    expected = answer(base, user("Hi"), assistant(whole[:5]), user("Why?"))
+    assert expected != answer(base, user("Hi"), assistant(whole), user("Why?"))
+    typed = iter(["Hi", KeyboardInterrupt, "Why?", EOFError])
 
-    def without_logits(*args, **options):
-        raise UserError("no finite logits")
+    def pressed(prompt: str) -> str:
+        if isinstance(text := next(typed), str):
+            return text
+        raise text
 
-    monkeypatch.setattr(script, "stream", without_logits)
-    with pytest.raises(UserError, match="no finite logits"):
-        talk("Hi\nWhy?\n")
+    def interrupted(model, prompts, *args, **options):
+        """Answer the first prompt by five tokens; then Ctrl-C comes."""
+        steps = stream(model, prompts, *args, **options)
+        yield from itertools.islice(steps, 5 if prompts == [hi] else None)
+        if prompts == [hi]:
+            raise KeyboardInterrupt
 
-
-# -------------------------------------------------------------------------------- in a terminal
-
-
-CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
-
-
-@contextlib.contextmanager
-def in_a_terminal(*arguments) -> Iterator[Callable]:
-    """Run generate.py in a terminal of its own. Yields a function that presses keys until the
-    terminal shows a pattern: once more whenever it has shown nothing for `again` seconds. What is
-    shown up to the match is forgotten; a pattern that ends with $ waits for the end of the rest."""
-    process, terminal = pty.fork()
-    if process == 0:
-        command = [sys.executable, ROOT / "generate.py", *arguments]
-        os.execve(sys.executable, list(map(str, command)), ENVIRONMENT | {"TERM": "dumb"})
-    settings = termios.tcgetattr(terminal)
-    settings[3] |= termios.NOFLSH  # Ctrl-C discards nothing that is not yet on the screen
-    termios.tcsetattr(terminal, termios.TCSANOW, settings)
-    shown = ""
-
-    def wait_for(pattern: str, press: str = "", again: int = 120) -> re.Match:
-        nonlocal shown
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            os.write(terminal, press.encode())
-            while not (found := re.search(pattern, shown)) and time.monotonic() < end:
-                if not select.select([terminal], [], [], again)[0]:
-                    break
-                shown += os.read(terminal, 65536).decode()
-                shown = shown.replace("\r\n", "\n")  # which may come one by one
-            if found:
-                shown = shown[found.end() :]
-                return found
-        pytest.fail(f"no {pattern!r} in {shown!r:.2000}")
-
-    try:
-        yield wait_for
-        with pytest.raises(OSError):  # the program has ended
-            wait_for("no more")
-    finally:
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        os.close(terminal)
-    assert status == 0
-
-
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(tmp_path):
-    base = speaker(tmp_path / "base", 1_000_000)  # an answer takes minutes
-    with in_a_terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as wait_for:
-        wait_for("Ctrl-C stops an answer, .*\n> $")
-        wait_for("Hi\n", press="Hi\n")
-        said = wait_for("[A-Z]{20}").group()
-        said += "".join(wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $", press=CTRL_C).groups())
-        assert said == answer(base, user("Hi"), new=len(said))
-
-        wait_for("not sent$", press="not sent")
-        wait_for("\n> $", press=CTRL_C, again=2)  # one that comes while it handles a key is lost
-        wait_for("Why[?]\n", press="Why?\n")
-        expected = answer(base, user("Hi"), assistant(said), user("Why?"), new=30)
-        assert expected != answer(base, user("Hi"), user("Why?"), new=30)
-        assert wait_for("[A-Z]{30}").group() == expected
-        wait_for("\n> $", press=CTRL_C)
-
-        wait_for("Why[?]$", press=UP)  # the history of the line editor
-        wait_for("\n> $", press=CTRL_C, again=2)
-        wait_for("\n$", press=CTRL_D)
+    monkeypatch.setattr("builtins.input", pressed)
+    monkeypatch.setattr(script, "stream", interrupted)
+    assert talk("").out == f"{whole[:5]}\n\n{expected}\n"

@@ -1,4 +1,4 @@
-"""evaluate.py: losses and exams against plain PyTorch and lm-eval, however the model is split."""
+"""evaluate.py: losses and exams against plain PyTorch, however the model is split."""
 
 import json
 import math
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import metrics, slow, succeed
+from conftest import metrics, succeed
 from test_adapters import rounded_to_4_bits
 from test_finetune import flags
 from test_formats import our_model, saved
 
-from checkpoint import export_weights, load_pretrained
+from checkpoint import load_pretrained
 from files.adapters import load_adapter
 from model import LlamaConfig
 from plumbing.processes import UserError
@@ -101,9 +101,8 @@ def base(text, tmp_path_factory) -> Path:
     tokenizer = load_tokenizer(str(directory / "my.model"))
     config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
     model = our_model(config, torch.float64, seed=5, factor=3, norms=(1, 1))
-    written = saved(directory / "written", model, tokenizer)
     (directory / "my.model").unlink()  # the checkpoint is complete in itself
-    return written.rename(directory / "base")
+    return saved(directory / "base", model, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def adapter(base, files, sums, tmp_path_factory) -> Path:
 
 
 def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **options) -> str:
-    given = ["--dtype", "float64", "--seq-len", 24, "--max-new-tokens", ROOM, *more]
+    given = ["--dtype=float64", "--seq-len=24", f"--max-new-tokens={ROOM}", *more]
     given += ["--exam", files[0], "--details", out]
     return succeed("evaluate.py", directory, *given, **options).out
 
@@ -139,19 +138,11 @@ def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **
 # ---------------------------------------------------------------------------- one model, all splits
 
 
-@pytest.mark.parametrize(
-    "nproc, split",
-    [
-        (0, ""),
-        (2, "--dp ddp --microbatch 3"),
-        (2, "--tp 2"),
-        (2, "--cp 2"),
-        (2, "--pp 2 --microbatch 1"),
-        slow(4, "--dp fsdp --tp 2 --cp 2"),
-        slow(4, "--pp 2 --tp 2 --microbatch 2"),
-    ],
-)
-def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, nproc, split):
+SPLITS = "", "--dp ddp --microbatch 3", "--tp 2", "--cp 2", "--pp 2 --microbatch 1"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, split):
     (exam, text), model = files, load_pretrained(base, torch.float64)
     tokenizer = load_tokenizer(str(base))
     ids = tokenizer.encode(text.read_text(), bos=True)
@@ -159,9 +150,8 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
         windows = [ids[start : start + 25] for start in range(0, len(ids) - 1, 24)]
         loss = sum(losses_of(model, window).sum().item() for window in windows)
     n, bits = len(ids) - 1, loss / math.log(2) / text.stat().st_size
-    out = run_evaluate(
-        base, files, tmp_path / "new/details", "--data", text, *split.split(), nproc=nproc
-    )
+    given = "--data", text, *split.split()
+    out = run_evaluate(base, files, tmp_path / "new/details", *given, nproc=2 * bool(split))
     assert f"loss {loss / n:.4f}, {bits:.4f} bits/byte, {n:,} tokens" in out
     expected = plain_details(model, tokenizer, read(exam))
     same_details(read(tmp_path / "new/details"), expected)
@@ -169,13 +159,12 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
     assert all(0 < share < 100 for share in printed(out).values())  # or a miscount would not show
 
 
-@pytest.mark.parametrize("nproc, split", [(0, ""), slow(4, "--tp 2 --dp fsdp")])
-def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
+def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path):
     """The base in 4 bits alone; then with an adapter, as a chat, and on conversations: as the run
     of the adapter has recorded."""
     model = rounded_to_4_bits(load_pretrained(base, torch.float64))
     tokenizer, rows = load_tokenizer(str(base)), read(files[0])
-    run_evaluate(base, files, tmp_path / "d", "--base-bits", 4, *split.split(), nproc=nproc)
+    run_evaluate(base, files, tmp_path / "d", "--base-bits", 4)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows))
 
     load_adapter(model, adapter / "step-00000003")
@@ -184,7 +173,7 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, np
     with torch.no_grad():
         loss = model(batch.tokens, batch.targets, batch.positions).item()
     given = "--adapter", adapter, "--chat", "--data", sums, "--seq-len", 96
-    out = run_evaluate(base, files, tmp_path / "d", *given, *split.split(), nproc=nproc)
+    out = run_evaluate(base, files, tmp_path / "d", *given)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows, chat=True))
     assert f"loss {loss / (batch.targets >= 0).sum():.4f}" in out
     row = metrics(adapter)[-1]
@@ -215,67 +204,24 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     assert f"{n // 24:,} sequences an epoch" in result.out
 
 
-# ---------------------------------------------------------------------------------------- lm-eval
+# ------------------------------------------------------------------------------------ wrong input
 
-TASK = dict(dataset_path="json", test_split="test", doc_to_text="{{question}}")
-CHOOSING = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="answer")
-CHOOSING |= dict(metric_list=[dict(metric="acc"), dict(metric="acc_norm")])
-WRITING = dict(output_type="generate_until", doc_to_target="{{answer}}")
-WRITING |= dict(generation_kwargs=dict(until=["\n"], do_sample=False, max_gen_toks=ROOM))
-WRITING |= dict(metric_list=[dict(metric="exact_match")])
-FILTERS = [dict(function="remove_whitespace"), dict(function="take_first")]
-WRITING |= dict(filter_list=[dict(name="line", filter=FILTERS)])
-
-
-@pytest.mark.slow
-def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
-    """Of the exported model: accuracies are equal, and log-likelihoods to 1e-5."""
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    export_weights(base, tmp_path / "model", "hf", torch.float32)
-    rows, tasks = read(files[0]), []
-    parts = dict(choices=(CHOOSING, rows[:-WRITTEN]), written=(WRITING, rows[-WRITTEN:]))
-    for name, (task, part) in parts.items():
-        (data := tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-        given = dict(data_files={"test": str(data)}, cache_dir=str(tmp_path))
-        tasks.append(TASK | task | dict(task=name, dataset_kwargs=given))
-    theirs = HFLM(str(tmp_path / "model"), dtype="float32", batch_size=2, device="cpu")
-    manager = TaskManager(include_defaults=False)
-    found = lm_eval.simple_evaluate(theirs, tasks=tasks, task_manager=manager)
-    choices, written = ([row["filtered_resps"] for row in found["samples"][name]] for name in parts)
-
-    out = run_evaluate(tmp_path / "model", files, tmp_path / "details", "--dtype", "float32")
-    details = read(tmp_path / "details")
-    for row, scored in zip(details[:-WRITTEN], choices, strict=True):
-        expected = [log_likelihood for log_likelihood, _ in scored]
-        assert row["log_likelihoods"] == pytest.approx(expected, rel=1e-5)
-    assert [[row["written"]] for row in details[-WRITTEN:]] == written
-    chosen, exact = found["results"]["choices"], found["results"]["written"]
-    shares = chosen["acc,none"], chosen["acc_norm,none"], exact["exact_match,line"]
-    expected = dict(zip(("accuracy", "normalized", "exact"), shares))
-    assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
+NO_QUESTIONS = [
+    ('"choices": "bc", "answer": 0', "\"choices\" is 'bc': give a list"),
+    ('"choices": ["b"], "answer": 1', '"answer" is 1: give the number of a'),
+    ('"choices": ["b", "c"], "answer": true', '"answer" is True: give the number of a'),
+    ('"choices": ["b", "c"], "answer": 1.0', '"answer" is 1.0: give the number of a'),
+    ('"answer": null', '"answer" is None: give it as a string'),
+    ('"answer": "b\\nc"', '"answer" has several lines: give one'),
+    ('"answer": "b", "question": "%s"' % ("1 " * 300), "and the model reads 256: leave"),
+]
 
 
-@pytest.mark.parametrize(
-    "line, problem",
-    [
-        ('{"question": "a", "choices": "bc", "answer": 0}', "\"choices\" is 'bc': give a list"),
-        ('{"question": "a", "choices": ["b", 3], "answer": 0}', "a choice is 3: give it as a str"),
-        ('{"question": "a", "choices": ["b"], "answer": 1}', '"answer" is 1: give the number of a'),
-        (
-            '{"question": "a", "choices": ["b", "c"], "answer": true}',
-            '"answer" is True: give the n',
-        ),
-        ('{"question": "a", "choices": ["b", "c"], "answer": 1.0}', '"answer" is 1.0: give the n'),
-        ('{"question": "a"}', '"answer" is None: give it as a string'),
-        ('{"question": "a", "answer": "b\\nc"}', '"answer" has several lines: give one'),
-        ('{"question": "%s", "answer": "b"}' % ("1 " * 300), "and the model reads 256: leave"),
-        ("", "holds no question"),
-    ],
-)
-def test_a_line_that_is_no_question_is_refused(tmp_path, line, problem):
-    (tmp_path / "exam.jsonl").write_text(f"\n{line}\n")
+@pytest.mark.parametrize("fields, problem", NO_QUESTIONS)
+def test_a_line_that_is_no_question_is_refused(tmp_path, fields, problem):
+    (path := tmp_path / "exam.jsonl").write_text(f'\n{{"question": "a", {fields}}}\n')
     with pytest.raises(UserError, match=re.escape(problem)):
-        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer("bytes"), 256)
+        exams.Exam(path, load_tokenizer("bytes"), 256)
+    path.write_text("\n")
+    with pytest.raises(UserError, match="holds no question"):
+        exams.Exam(path, load_tokenizer("bytes"), 256)

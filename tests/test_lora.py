@@ -40,12 +40,6 @@ def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
     return model
 
 
-def stored_base(model: Llama) -> dict[str, StoredTensor]:
-    """Return the weights beneath the adapters, as files store them."""
-    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
-    return {name: StoredTensor.of(p) for name, p in named.items()}
-
-
 # ------------------------------------------------------------------------------------- the module
 
 
@@ -143,22 +137,21 @@ def test_recomputation_drops_the_same_again(mode):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_layers_that_cannot_have_an_adapter():
-    with pytest.raises(UserError, match="an adapter already"):
-        add_adapters(adapted(CONFIG, LoRA()), LoRA())
-    (model := Llama(CONFIG)).layers["1"].attention.wq = nn.Identity()
-    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter: it is no nn\.Lin"):
-        add_adapters(model, LoRA())
-    with pytest.raises(UserError, match="multiple of 64 weights, not of 96"):
-        LoRALinear(nn.Linear(96, 8, bias=False), LoRA(), bits=4)
-
-
 # ------------------------------------------------------------------------------------ PEFT's files
 
 
 def save(directory, model: Llama, lora: LoRA) -> None:
     directory.mkdir(exist_ok=True)
     save_adapter(directory, lora, model.config, gather_adapters(model), "base")
+
+
+def base_in_transformers(directory, model: Llama):
+    """Return transformers' model of the weights beneath the adapters."""
+    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
+    directory.mkdir()
+    save_hf(directory, model.config, {name: StoredTensor.of(p) for name, p in named.items()})
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 KINDS = {
@@ -176,34 +169,20 @@ def logits_agree(ours: Llama, theirs, base) -> None:
     assert (base(TOKENS) - expected).abs().max() > 0.01 * expected.abs().max()
 
 
-def norm_of_gradients(model) -> float:
-    """Return the norm of all factors' gradients, which does not depend on the order of rows."""
-    output = model(TOKENS)
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
-    factors = [p for name, p in model.named_parameters() if "lora_" in name]
-    return torch.nn.utils.get_total_norm([p.grad for p in factors]).item()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
-    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
-    lora = KINDS[kind]
+    peft, lora = pytest.importorskip("peft"), KINDS[kind]
     model, plain = adapted(config, lora, torch.float32), Llama(config)
     plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    base.mkdir()
-    save_hf(base, config, stored_base(model))
-    save(adapter, model, lora)
+    save(adapter := tmp_path / "adapter", model, lora)
     assert open_adapter(adapter, config)[0] == lora
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = base_in_transformers(tmp_path / "base", model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
     logits_agree(model.eval(), theirs.eval(), plain.eval())
-    assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(theirs), rel=1e-4)
     for factor in theirs.parameters():
         factor.data.mul_(1.5) if factor.requires_grad else None
     theirs.save_pretrained(tmp_path / "theirs")
@@ -220,10 +199,8 @@ SOME = [
 
 @pytest.mark.parametrize("some", SOME, ids=str)
 def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
-    save_hf(tmp_path, CONFIG, stored_base(plain))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    peft, plain = pytest.importorskip("peft"), adapted(CONFIG, LoRA(targets=()), torch.float32)
+    theirs = base_in_transformers(tmp_path / "base", plain)
     settings = some if isinstance(some, dict) else dict(target_modules=some)
     config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
     theirs = peft.get_peft_model(theirs, config).eval()
@@ -232,13 +209,8 @@ def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
     torch.testing.assert_close(plain.eval()(TOKENS), theirs(TOKENS).logits)
 
 
-def test_dora_of_some_layers_is_refused(tmp_path):
-    save(tmp_path, adapted(CONFIG, LoRA(dora=True)), LoRA(dora=True))
-    found = open_safetensors(tmp_path / PEFT_FILES[1])
-    copies = {n: StoredTensor.of(t.read().clone()) for n, t in found.items() if "layers.1" in n}
-    save_safetensors(tmp_path / PEFT_FILES[1], copies, {})
-    with pytest.raises(UserError, match=r"has no layers\.0.* here DoRA is on all layers"):
-        load_adapter(Llama(CONFIG), tmp_path)
+def only(part: str):
+    return lambda found: {name: tensor for name, tensor in found.items() if part in name}
 
 
 def with_more(module: str):
@@ -246,7 +218,8 @@ def with_more(module: str):
 
 
 WRONG = {  # name: a change of the tensors, and what is said
-    "few": (lambda found: {n: t for n, t in found.items() if "q_proj" in n}, "has no factors for"),
+    "few": (only("q_proj"), "has no factors for"),
+    "some layers of DoRA": (only("layers.1"), r"has no layers\.0.* here DoRA is on all layers"),
     "lacks": (lambda found: dict(list(found.items())[1:]), "are not this Llama's"),
     "unknown": (with_more("score"), "are not this Llama's"),
     "lm_head": (with_more("lm_head"), "changes lm_head: here an adapter changes matrices"),
@@ -255,9 +228,11 @@ WRONG = {  # name: a change of the tensors, and what is said
 }
 
 
-@pytest.mark.parametrize("change, says", WRONG.values(), ids=WRONG)
-def test_a_file_with_other_tensors_is_refused(tmp_path, change, says):
-    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_with_other_tensors_is_refused(tmp_path, name):
+    change, says = WRONG[name]
+    lora = LoRA(dora="DoRA" in name)
+    save(tmp_path, adapted(CONFIG, lora), lora)
     found = open_safetensors(tmp_path / PEFT_FILES[1])
     # Copies, since writing the file invalidates what was read from it.
     copies = {name: StoredTensor.of(t.read().clone()) for name, t in found.items()}
@@ -266,16 +241,13 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, change, says):
         load_adapter(Llama(CONFIG), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
-        ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
-        ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
-        ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
-        ("target_modules", ["q_proj", "lm_head"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("key, value", [
+    ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
+    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
+    ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
+    ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
+    ("target_modules", ["q_proj", "lm_head"]),
+])  # fmt: skip
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]

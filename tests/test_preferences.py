@@ -1,33 +1,31 @@
-"""preferences.py and text/pairs.py: what is read, what is packed, and runs as users start them."""
+"""preferences.py with text/pairs.py, and rewards.py: what is read and packed, and runs as users
+start them."""
 
+import itertools
 import json
 import math
-import operator
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import exact
 import pytest
 import torch
-from conftest import hugging_face_model, launch, metrics, needs_2_13, refused, succeed, with_fault
-from exact import GROUPED, assert_trained, case, effective_weights, plain_model
-from test_finetune import base, flags, last_factors  # noqa: F401
-from test_train import resumes
+from conftest import changed_copy, hugging_face_model, launch, metrics, refused, succeed
+from exact import GROUPED, effective_weights, plain_model
+from test_chat import BYTES
+from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
+from test_formats import our_model, stored
+from test_model import to_hugging_face
+from test_train import as_flags, resumes
 from workers.train_cases import BETA, packed_pairs
 
-from evaluate import loss_of_each_row
-from files.formats import hf_name, to_hf_rows
-from lora import adapters_off
-from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
+from checkpoint import write_checkpoint
+from model import IGNORE, LlamaConfig
 from plumbing.processes import UserError
 from preferences import Preferences
-from techniques.chunked_loss import cross_entropies
+from rewards import Answers, Rewards
 from text.chat import Packed, encode, open_samples
 from text.pairs import docstring_pairs, pairs
-from text.tokenizer import load_tokenizer
-
-BYTES = load_tokenizer("bytes")
 
 
 def said(role: str, content: str) -> dict:
@@ -49,18 +47,15 @@ def record(prompt, chosen, rejected, **more) -> dict:
     return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
 
 
-@pytest.mark.parametrize(
-    "line, before",
-    [
-        (record("Hi", "Hello", "Go"), []),
-        (record([HI], [GOOD], [BAD]), []),
-        (record("Hi", [HI, GOOD], [HI, BAD]), []),
-        (record(None, [HI, GOOD], [HI, BAD]), []),
-        (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
-        (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
-        (record(None, HH + "Hello", HH + "Go"), BEFORE),
-    ],
-)
+@pytest.mark.parametrize("line, before", [
+    (record("Hi", "Hello", "Go"), []),
+    (record([HI], [GOOD], [BAD]), []),
+    (record("Hi", [HI, GOOD], [HI, BAD]), []),
+    (record(None, [HI, GOOD], [HI, BAD]), []),
+    (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
+    (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
+    (record(None, HH + "Hello", HH + "Go"), BEFORE),
+])  # fmt: skip
 def test_layouts_of_pairs(tmp_path, line, before):
     """The targets are the last answers alone: earlier ones would count the same in both."""
     path = written(tmp_path, [line] * 3)
@@ -75,29 +70,18 @@ def test_layouts_of_pairs(tmp_path, line, before):
     assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
 
 
-@pytest.mark.parametrize(
-    "line, says",
-    [
-        (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
-        (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
-        (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
-        (record("Hi", "Hello", None), "no rejected answer"),
-        (record({"a": 1}, "Hello", "Go"), "no prompt"),
-        (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
-        (record("Hi", "Hello", [3]), "rejected: message 2 is 3"),
-        ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
-    ],
-)
+@pytest.mark.parametrize("line, says", [
+    (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
+    (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
+    (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
+    (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
+    ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
+    ("Hi, Go", "is not a JSON object: give .*chosen"),
+    (None, "holds no conversation: give .*chosen"),
+])  # fmt: skip
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
     with pytest.raises(UserError, match=says):
-        open_samples([written(tmp_path, [line])], BYTES, 128, read=pairs)
-
-
-@pytest.mark.parametrize("text, says", [("Hi, Go", "is not a JSON object"), ("", "holds no conv")])
-def test_a_file_without_pairs_is_refused(tmp_path, text, says):
-    (tmp_path / "pairs.jsonl").write_text(text)
-    with pytest.raises(UserError, match=says + ".*: give .*chosen"):
-        open_samples([str(tmp_path / "pairs.jsonl")], BYTES, 128, read=pairs)
+        open_samples([written(tmp_path, [line] * (line is not None))], BYTES, 128, read=pairs)
 
 
 def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
@@ -111,80 +95,53 @@ def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
 
 
 def test_default_pairs():
-    answers = [
-        [m[-1]["content"].split() for m in (s.messages, s.rejected)] for s in docstring_pairs()
-    ]
-    assert len(answers) > 1000 and all(bad and bad != good for good, bad in answers)
-    shuffled = [sorted(bad) == sorted(good) for good, bad in answers]
-    halves = [bad == good[: len(good) // 2] for good, bad in answers]
-    assert all(map(operator.xor, shuffled, halves)) and 0.4 < sum(halves) / len(halves) < 0.6
+    """The rejected answer has half of the words, or all in another order."""
+    halves, samples = 0, [*itertools.islice(docstring_pairs(), 500)]
+    for sample in samples:
+        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
+        halves += (half := bad == good[: len(good) // 2])
+        assert bad and bad != good and (half or sorted(bad) == sorted(good))
+    assert len(samples) == 500 and 200 < halves < 300
 
 
-def test_losses_of_targets_add_up_to_those_of_rows():
-    """So that an exam scores choices as before."""
-    h, w, targets = torch.randn(3, 7, 4), torch.randn(9, 4), torch.randint(9, (3, 7))
-    given = h, w, targets, Vocabulary(9)
-    ours, theirs = (loss_of_each_row(f, *given) for f in (cross_entropies, sum_of_losses))
-    torch.testing.assert_close(ours, theirs)
+PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_run_begins_at_log_2_and_resumes(tmp_path, base, nproc):  # noqa: F811
-    lines = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
+def test_a_run_begins_at_log_2_and_resumes(tmp_path, base):  # noqa: F811
     out, more = tmp_path / "out", dict(save_every=2, eval_every=2, microbatch=2)
-    given = flags(base, written(tmp_path, lines), out, **more)
-    result, rows = succeed("preferences.py", *given, nproc=nproc), metrics(out)
+    given = flags(base, written(tmp_path, PAIRS), out, **more)
+    result, rows = succeed("preferences.py", *given, nproc=2), metrics(out)
     names = {"accuracy", "margin", "chosen", "rejected"}
     assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12) and rows[0]["accuracy"] == 0
     assert rows[0].keys() >= names and rows[1].keys() >= {f"val_{name}" for name in names}
     assert "bits_per_byte" not in rows[0] and rows[3]["loss"] < rows[0]["loss"]
     shown = f"validation loss {rows[3]['val_loss']:.4f}, {rows[3]['val_accuracy']:.4f} accur"
     assert shown in result.out
-    resumes(out, 2, last_factors, "preferences.py", *given, nproc=nproc)
+    resumes(out, 2, last_factors, "preferences.py", *given, nproc=2)
 
 
 def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, base):  # noqa: F811
     """A resumed run, too, has its rewards relative to --init."""
-    lines = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
     out, more = tmp_path / "out", dict(save_every=2, all_weights=True, dp="zero1")
-    given = flags(base, written(tmp_path, lines), out, **more)
+    given = flags(base, written(tmp_path, PAIRS), out, **more)
     succeed("preferences.py", *given, nproc=2)
-    rows = metrics(out)
-    log_2 = math.log(2)
-    assert rows[0]["loss"] == pytest.approx(log_2, rel=1e-12) and rows[3]["loss"] < log_2
+    losses = [row["loss"] for row in metrics(out)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-12) and losses[3] < losses[0]
     resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
     given.remove("--all-weights")
     refused(launch("preferences.py", *given, "--resume", nproc=2), "resume it with --all-weights")
 
 
-@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), pytest.param(dict(tp=2), marks=needs_2_13)])
-def test_bench_step_knows_the_second_forward(tmp_path, base, mesh):  # noqa: F811
-    """Collectives are counted as predicted, but for one of tp, which a frozen embedding lacks."""
-    path = written(tmp_path, [record(f"{n}", "yes" * (n % 5 + 1), "no") for n in range(60)])
-    given = flags(base, path, tmp_path / "none", microbatch=4, dtype="float32", **mesh)
+def test_bench_step_knows_the_second_forward(tmp_path, base):  # noqa: F811
+    """Collectives are counted as predicted."""
+    path = written(tmp_path, PAIRS)
+    given = flags(base, path, tmp_path / "none", microbatch=4, dtype="float32", dp="fsdp")
     given = "--lora", "preferences", *given, "--repeats", 1
     out = succeed("bench.py", "step", *given, nproc=2).out
     assert "| reference | " in out and "attention runs forward 1 time" in out
-    predicted, counted = (
-        {kind: int(calls) for calls, kind in re.findall(r"(\d+) ([a-z-]+) over", line)}
-        for line in out.splitlines()
-        if "rank sends " in line
-    )
-    microbatches = 8 // 4
-    if "tp" in mesh:
-        predicted["all-gather"] -= microbatches
-        predicted["reduce-scatter"] -= microbatches
-    assert counted == predicted
-
-
-def test_bench_plan_knows_the_second_forward(tmp_path):
-    seconds = {}
-    for script in ("finetune_lora", "preferences"):
-        given = ["plan", "--lora", script, "--gpus", 8, "--json", tmp_path / script]
-        out = succeed("bench.py", *given).out
-        assert f"{script}.py --init BASE" in out
-        seconds[script] = json.loads((tmp_path / script).read_text())[0]["seconds"]
-    assert 1.3 < seconds["preferences"] / seconds["finetune_lora"] < 1.6
+    sent = [line.split("each rank sends ")[1] for line in out.splitlines() if "rank sends " in line]
+    predicted, counted = (re.findall(r"(\d+) ([a-z-]+) over", line) for line in sent)
+    assert sorted(predicted) == sorted(counted) != []
 
 
 @pytest.mark.parametrize("flag, says", [
@@ -195,34 +152,6 @@ def test_bench_plan_knows_the_second_forward(tmp_path):
 def test_what_would_spoil_rewards_is_refused(tmp_path, flag, says):
     given = "preferences.py", "--init", tmp_path, *flag.split()
     refused(launch(*given), flag.split()[0].partition("=")[0], says)
-
-
-def test_the_base_knows_no_dropout():
-    model, x = plain_model(GROUPED, dict(rank=3, dropout=0.5)).train(), torch.arange(7)[None]
-    with adapters_off(model):
-        found = model(x), model(x)
-    assert torch.equal(*found) and not torch.equal(model(x), model(x))
-    weights, bare = effective_weights(model, None, False), Llama(LlamaConfig(**GROUPED)).double()
-    expected = torch.func.functional_call(bare, weights, (x,))
-    torch.testing.assert_close(found[0], expected, rtol=1e-12, atol=1e-14)
-
-
-FAULTS = {
-    "padding counts as a pair": ("preferences", "[..., 0] > 0", "[..., 0] >= 0"),
-    "means of microbatches": ("preferences", "return sums[0]\n", "return sums[0] / sums[1]\n"),
-    "adapters are not switched off": ("lora", "layer.is_off = True", "layer.is_off = False"),
-    "a loss counts as another target's": ("chunked_loss", "cat(parts)", "cat(parts).flip(0)"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(tmp_path, fault):
-    within = with_fault(tmp_path / "copy", *FAULTS[fault])
-    given = case(GROUPED, 2) | dict(packed=True, lora=dict(rank=3, alpha=5), seq=24)
-    given |= dict(objective="sigmoid")
-    (result,) = exact.train(tmp_path, 0, {"one": given}, within=within).values()
-    with pytest.raises(AssertionError):
-        assert_trained(result, given)
 
 
 def test_trl_computes_the_same(tmp_path, monkeypatch):
@@ -245,47 +174,134 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     batch = task.prepare(data.batch([*range(len(data))]))
     parts = batch.microbatches(3)
     loss = sum(p.loss(model(*p.inputs, documents=p.documents)) for p in parts) / batch.count()
-    loss.backward()
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w100", pad_token="w99")
 
-    def theirs(weights: dict) -> torch.nn.Module:
+    def theirs(with_adapters: bool) -> torch.nn.Module:
+        weights = effective_weights(model, lora, with_adapters)
         llama = hugging_face_model(config).double()
-        named = {hf_name(n): to_hf_rows(n, config, w.detach()) for n, w in weights.items()}
-        llama.load_state_dict(named)
+        llama.load_state_dict(to_hugging_face(config, weights))
         return llama
 
     def text(ids: list[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
 
-    rows = [
-        dict(prompt=f"{text(c[:at])} ", chosen=text(c[at:-1]), rejected=text(r[at:-1]))
-        for (c, on), (r, _) in zip(samples[::2], samples[1::2])
-        for at in [on.index(True)]
-    ]
+    rows = []
+    for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
+        at = on.index(True)
+        given = dict(prompt=f"{text(chosen[:at])} ", chosen=text(chosen[at:-1]))
+        rows.append(given | dict(rejected=text(rejected[at:-1])))
     config_of_trainer = trl.DPOConfig(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], beta=BETA, max_length=None,
         per_device_train_batch_size=len(rows), bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
-    policy = theirs(effective_weights(model, lora))
-    base_weights = theirs(effective_weights(model, lora, with_adapters=False))
     trainer = trl.DPOTrainer(
-        model=policy, ref_model=base_weights, args=config_of_trainer,
+        model=theirs(True), ref_model=theirs(False), args=config_of_trainer,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
     )  # fmt: skip
     trainer.model.double(), trainer.ref_model.double()
     given = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
     their_loss = trainer._compute_loss(trainer.model, given, False)
-    their_loss.backward()
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-6)
-    gradients = {name: p.grad for name, p in trainer.model.named_parameters()}
-    scale = lora["alpha"] / lora["rank"]
-    for name, p in model.named_parameters():
-        if name.endswith("lora_B"):
-            weight = name.replace("lora_B", "weight")
-            layer = model.get_submodule(name.rpartition(".")[0])
-            wanted = scale * gradients[hf_name(weight)] @ layer.lora_A.detach().T
-            ours = to_hf_rows(weight, config, p.grad)
-            assert (ours - wanted).norm() < 1e-5 * wanted.norm(), name
+
+
+# ------------------------------------------------------------------------------------ rewards.py
+# That its gradients are those of the formula on every split is test_exact.py's.
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Flags of a short run: of a model some of whose answers end, and a reward of their text."""
+    path = tmp_path_factory.mktemp("given")
+    model = our_model(CONFIG, torch.float64, seed=5, factor=2, norms=(1, 1))
+    with torch.no_grad():
+        model.output.weight[BYTES.stop[0]] *= 4
+    write_checkpoint(path / "base", CONFIG, stored(model), BYTES)
+    lines = [json.dumps(dict(prompt=f"{i}?", truth=str(i))) for i in range(9)]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    (path / "reward.py").write_text(
+        "def reward(prompt, answer, truth):\n"
+        "    assert prompt == truth + '?'\n"
+        "    return len(answer) + sum(map(ord, answer)) % 7 / 7\n"
+    )
+    return dict(init=path / "base", data=path / "prompts.jsonl", reward=path / "reward.py", steps=4,
+                batch=8, lr=1e-3, warmup=2, save_every=2, keep=0, eval_every=2, dtype="float64",
+                seq_len=96, max_new_tokens=6)  # fmt: skip
+
+
+def command(given: dict, out, **more) -> list:
+    return ["rewards.py", *as_flags(given | dict(out=out) | more)]
+
+
+@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), dict(tp=2, dora=True), dict(cp=2)])
+def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
+    """With FSDP a group is on both ranks. A resumed run ends the same in every bit."""
+    more = dict(dora=True) if "dora" in mesh else {}
+    succeed(*command(given, tmp_path / "one", **more))
+    on_two = command(given, tmp_path / "two", **mesh, microbatch=1)
+    out = succeed(*on_two, nproc=2).out
+    same_run(tmp_path / "two", tmp_path / "one", step=4)
+    names = {"reward", "mixed", "end", "length"}
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one")):
+        for name in theirs.keys() & {*names, "val_reward"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-12, abs=1e-12), name
+        assert theirs.keys() >= names and ours["log_ratio"] < 1e-12
+    assert "step 4: validation loss" in out and "val_reward" in metrics(tmp_path / "two")[-1]
+    resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
+
+
+WRONG = {  # flags, or a file in place of one that a flag names; and what is said
+    "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
+    "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan"),
+    "a string": (dict(reward="def reward(**given):\n    return 'good'"), "raised ValueError"),
+    "nothing": (dict(reward=""), "has no function reward"),
+    "no text": (dict(data='{"prompt": 3}'), '"prompt" is 3'),
+    "another name": (dict(data='{"prompt": "Hi", "answer": "Ho"}'), "rename the field"),
+    "no JSON": (dict(val_data="Hi"), 'give {"prompt": "..."}'),
+    "no prompt": (dict(data=""), "has too few prompts"),
+    "dropout": (dict(dropout=0.1), "leave it out"),
+    "groups": (dict(group=3), "must be a multiple of --group"),
+    "no room": (dict(max_new_tokens=99), "--max-new-tokens 99"),
+    "both": (dict(all_weights=True, dora=True), "are for adapters"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_in_one_line(given, tmp_path, name):
+    more, says = dict(WRONG[name][0]), WRONG[name][1]
+    for flag in more.keys() & {"reward", "data", "val_data"}:
+        (path := tmp_path / f"bad.{flag}").write_text(more[flag])
+        more[flag] = path
+    refused(launch(*command(given, tmp_path / "out", **more), nproc=2 * ("reward" in more)), says)
+
+
+def test_rank_0_rewards_all_answers(given, tmp_path):
+    """So that a reward that is random, or reads a clock, does not give ranks other gradients."""
+    body = "return int(os.environ['RANK'])"
+    (tmp_path / "rank.py").write_text(f"import os\ndef reward(**given):\n    {body}\n")
+    more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp", merge=True)
+    assert "--chat" not in succeed(*command(given, tmp_path / "out", **more), nproc=2).out
+    assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
+
+
+def test_an_answer_that_does_not_end_is_none():
+    """And the end of another is a target, but no text of it. Models may have more ids than there
+    are tokens, and draw them."""
+    task, (stop, *_) = Rewards.__new__(Rewards), BYTES.stop
+    task.job = SimpleNamespace(tokenizer=BYTES)
+    answers = [[*b"7", stop], [*b"77", 9999]]
+    assert [task.text_of(answer) for answer in answers] == ["7", ""]
+    log_p, advantages = -torch.arange(6.0).view(2, 3), torch.tensor([0.5, -0.5])
+    batch = Answers([[1], [1, 2]], answers, log_p, advantages, BYTES).batch([0, 1])
+    assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
+    assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
+    assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
+    assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
+    edits = {"        self.layers[layer] = k, v": "        self.layers[layer] = k, 1.01 * v"}
+    within = changed_copy(tmp_path / "copy", edits=edits)
+    refused(launch(*within, *command(given, tmp_path / "out")), "between sampling and training")

@@ -2,9 +2,9 @@
 
 import json
 import os
-import random
 
 import pytest
+import safetensors
 import safetensors.torch as package
 import torch
 
@@ -43,35 +43,31 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(
-    "header, message",
-    [
-        (b"[]", "not a JSON object"),
-        (b"{" * 100_000, "not a JSON object"),
-        (b'{"a": 1' + b"0" * 5000 + b"}", "not a JSON object"),
-        (b"\xff{}", "not a JSON object"),
-        ({"a": 3}, "'a' needs a known dtype, a shape"),
-        ({"a": entry(dtype="F7")}, "a known dtype, .*F7"),
-        ({"a": entry(shape=(-2, -1))}, "needs a known dtype, a shape"),
-        ({"a": entry(shape=(True, 2))}, "needs a known dtype, a shape"),
-        ({"a": entry(shape=(0, 2**40, 2**40), end=0)}, "needs a known dtype, a shape"),
-        ({"a": entry(shape=(1,) * 65, end=4)}, "needs a known dtype, a shape"),
-        ({"a": entry(end=12)}, "does not fill"),
-        ({"a": entry(), "b": entry()}, "overlap"),
-        ({"a": entry(4, 12)}, "gap"),
-        ({"a": entry(0, 4, shape=(1,))}, "do not end where the file ends"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize("header, message", [
+    (b"{" * 100_000, "not a JSON object"),
+    (b'{"a": 1' + b"0" * 5000 + b"}", "not a JSON object"),
+    ({"a": entry(dtype="F7")}, "a known dtype, .*F7"),
+    ({"a": entry(shape=(-2, -1))}, "needs a known dtype, a shape"),
+    ({"a": entry(shape=(True, 2))}, "needs a known dtype, a shape"),
+    ({"a": entry(shape=(0, 2**40, 2**40), end=0)}, "needs a known dtype, a shape"),
+    ({"a": entry(shape=(1,) * 65, end=4)}, "needs a known dtype, a shape"),
+    ({"a": entry(end=12)}, "does not fill"),
+    ({"a": entry(), "b": entry()}, "overlap"),
+    ({"a": entry(4, 12)}, "gap"),
+    ({"a": entry(0, 4, shape=(1,))}, "do not end where the file ends"),
+])  # fmt: skip
 def test_malformed_headers_are_refused(header, message, tmp_path):
-    (tmp_path / "file").write_bytes(with_header(header))
+    """And by the safetensors package, too."""
+    (path := tmp_path / "file").write_bytes(with_header(header))
     with pytest.raises(UserError, match=message):
-        open_safetensors(tmp_path / "file")
+        open_safetensors(path)
+    with pytest.raises(safetensors.SafetensorError):
+        package.load(path.read_bytes())
 
 
 def test_a_header_longer_than_the_file_or_than_100_mb(tmp_path):
     path = tmp_path / "file"
-    for length, size in ((1, 0), (1, 7), (2**63, 10), (101_000_000, 200_000_000)):
+    for length, size in ((1, 7), (2**63, 10), (101_000_000, 200_000_000)):
         path.write_bytes(length.to_bytes(8, "little") + b"{}")
         os.truncate(path, size)  # if the file grows, by a hole
         with pytest.raises(UserError, match="a header of"):
@@ -91,42 +87,3 @@ def test_a_file_of_more_than_4_gb_that_shrinks(tmp_path):
     os.truncate(path, len(header) + 4 * n + 4)
     with pytest.raises(UserError, match="has changed"):  # it is not read beyond its end
         tensors["b"].read()
-
-
-def mutated(content: bytes, choice: random.Random) -> bytes:
-    """Return a file in which a few bytes, lengths or stretches are changed."""
-    data, header = bytearray(content), 8 + int.from_bytes(content[:8], "little")
-    for _ in range(choice.choice([1, 1, 1, 2, 4])):
-        at = choice.randrange(header if choice.random() < 0.9 else len(content))
-        old = data[at : at + choice.choice([1, 2, 8, 100])]
-        byte = choice.choice([*b'0123456789{}[]",:-eE. ', choice.randrange(256)])
-        length = choice.choice([0, 1, header, 2**31, 2**63, 2**64 - 1])
-        inserted = choice.choice([b"0", b"9", b"[", b'"', b"-", b"18446744073709551616"])
-        new = choice.choice([b"", old[::-1], bytes([byte]) + old[1:], inserted + old, length])
-        if new is length:
-            data[:8] = length.to_bytes(8, "little")
-        else:
-            data[at : at + len(old)] = new
-    return bytes(data)
-
-
-def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(tmp_path):
-    """Of all files, the package accepts those that we accept, and reads the same bytes."""
-    tensors = {name: t.contiguous() for name, t in samples().items() if "uint" not in name}
-    few = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64)}
-    originals = [package.save(few, {"x": "y"}), package.save(tensors)]
-    choice, path = random.Random(0), tmp_path / "file"
-    accepted = refused_by_us_alone = 0
-    for i in range(1000):
-        path.write_bytes(mutated(originals[i % 4 == 0], choice))
-        try:
-            theirs = package.save(package.load(path.read_bytes()))
-        except Exception:  # of many types, some of its own, some of Python's
-            theirs = None
-        try:
-            assert read(path) == theirs, i
-            accepted += 1
-        except UserError:
-            refused_by_us_alone += theirs is not None
-    assert accepted > 16  # a mutation of names or data leaves a valid file
-    assert refused_by_us_alone < 10, refused_by_us_alone

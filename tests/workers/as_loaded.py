@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import checkpoint
 from runs.equal import whole_tensor
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _, directory, *sys.argv = sys.argv
 resume = checkpoint.resume
 
@@ -32,10 +31,10 @@ def resume_and_write(path, model, optimizer, tokenizer) -> int:
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
         for key, tensor in optimizer.state[parameter].items()
     }
-    found = {"weights": weights, "optimizer": state}
-    torch.save(found, Path(directory, f"{os.environ.get('RANK', 0)}.pt"))
+    rank = os.environ.get("RANK", 0)
+    torch.save({"weights": weights, "optimizer": state}, Path(directory, f"{rank}.pt"))
     return done
 
 
 checkpoint.resume = resume_and_write
-runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+runpy.run_path(str(Path(checkpoint.__file__).with_name(sys.argv[0])), run_name="__main__")

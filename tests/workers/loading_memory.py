@@ -35,11 +35,6 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def fill_with_zeros(model: Llama) -> None:
-    for parameter in model.parameters():
-        parameter.data.zero_()
-
-
 def main() -> None:
     process = init_distributed()
     world = with_mesh(process, ParallelConfig("fsdp", shard=process.size))
@@ -47,7 +42,7 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(read_config(directory)["model"])
         # The shard is written to beforehand: memory counts as used only from its first write on.
-        parallelize(model, world, fill_with_zeros)
+        parallelize(model, world, lambda model: [p.data.zero_() for p in model.parameters()])
         before = anonymous_bytes()
         with Peak() as peak:
             load_weights(directory, model)
