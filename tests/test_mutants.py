@@ -1,9 +1,11 @@
-"""Mutants of model.py: each one trains equally under every split, or is refused. Those that are
-right start in every split that they can have: a check that refuses everything would not pass."""
+"""Mutants of model.py: each one trains equally under every split, or is refused.
+
+Those that are right start in every split that they can have: a check that refuses everything would
+not pass. And bench.py equal names the first module that a fault reaches."""
 
 import pytest
-from conftest import changed_copy, error_lines, launch, metrics
-from test_train import flags, same_metrics
+from conftest import changed_copy, error_lines, launch, metrics, slow, succeed, with_fault
+from test_train import SIZES, flags, same_metrics
 
 SPLITS = {  # two ranks each
     "ddp": dict(dp="ddp"), "fsdp": dict(dp="fsdp"),
@@ -123,10 +125,44 @@ def test_it_is_equal_or_refused(name, corpus, tmp_path):
             same_metrics(result, results["one"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
+QUICK = "a mean of losses", "dropout without a condition"
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in WRONG])
 def test_it_is_refused_on_one_process(name, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=WRONG[name])
     refusal = trains(changed, corpus, tmp_path, {"one": {}})["one"]
     print(name, refusal)
     assert isinstance(refusal, str) and "model.py" in refusal
+
+
+# ---------------------------------------------------------------------------- bench.py equal
+
+
+def flags_of_equal(corpus, more: str) -> list[str]:
+    given = ["--data", corpus, *SIZES, "--seq-len=32", "--batch=4", "--microbatch=1"]
+    return ["bench.py", "equal", *given, *more.split()]
+
+
+def test_a_step_of_the_project_is_equal(corpus):
+    """As every run of several processes finds before its first step."""
+    told = succeed(*flags_of_equal(corpus, "--tp 2"), nproc=2).out
+    assert told.endswith("the steps are equal\n")
+
+
+FAULTS = [  # a file, what stands there and what replaces it, the flags, what is named
+    ("parallel", "hidden.to_local(grad_placements=[Partial()])", "hidden.to_local()",
+     "--tp 2", "first in backward: the gradient of the output of norm, "),
+    slow("zero1", "gradient / self.mesh.size()", "gradient",
+         "--dp zero1", "first in reduction: the gradient of norm.weight, relative difference 1;"),
+    slow("zero1", "parameter.whole.data.copy_(parameter.detach().full_tensor())", "pass",
+         "--dp zero1", "first in update: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, old, new, more, named", FAULTS)
+def test_a_fault_is_named_in_its_module(file, old, new, more, named, corpus, tmp_path):
+    within = with_fault(tmp_path / "copy", file, old, new)
+    result = launch(*within, *flags_of_equal(corpus, more), nproc=2)
+    assert result.code == 0, result.err
+    assert named in result.out and "usual causes" in result.out

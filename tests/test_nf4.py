@@ -8,8 +8,6 @@ from workers.train_cases import build
 import techniques.nf4 as nf4
 from lora import LoRA, LoRALinear, quantize_base
 from perf.instruments import Live
-from plumbing import processes
-from plumbing.processes import Progress, with_progress
 from techniques.nf4 import BLOCK, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
@@ -103,17 +101,6 @@ def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
         quantize_base(model, lambda name: torch.zeros(shapes[name]))
     largest, packed = 4 * 128 * 256, 33 * 2 * 256 + 4 * 256  # bytes of w1 or w2
     assert largest < live.peak - before < 1.1 * (largest + packed) + 64 * 1024
-
-
-def test_long_work_shows_progress_and_the_time_left(capsys, monkeypatch):
-    seconds = iter(range(0, 1000, 6))
-    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
-    assert list(with_progress(["a", "b", "c", "d"], "matrices")) == ["a", "b", "c", "d"]
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and lines[0].startswith("matrices: 1 of 4  0:")
-    assert lines[-1].startswith("matrices: 3 of 4  0:")
-    Progress("loading", 9.0, " GB").add(0.005)  # in 6 seconds: three hours are left
-    assert capsys.readouterr().err == "loading: 0.0 of 9.0 GB  2:59:54 left\n"
 
 
 def test_under_autocast_products_are_in_its_dtype():

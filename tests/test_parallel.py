@@ -3,30 +3,30 @@
 import re
 import textwrap
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import error_lines, launch, slow, step_of, succeed, with_fault
-from exact import GROUPED, ODD
+from conftest import changed_copy, error_lines, launch, succeed, with_fault
+from exact import GROUPED, ODD, assert_same, assert_traffic, case, train
 from test_train import flags
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers.train_cases import initialize
 
 from config import ParallelConfig
 from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
-from perf import instruments
-from perf.instruments import Live, build_on_meta
+from perf.instruments import build_on_meta
 from plumbing.processes import Process, UserError
+from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
-from techniques import chunked_loss
 from techniques.recompute import recompute_and_compile
 
 
@@ -94,24 +94,20 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
         tensor_parallel(smoothed, mesh=None)
 
 
-@pytest.mark.parametrize("parallel", ["--dp=hsdp", slow("--dp=diloco --every=5")])
-def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path, parallel):
+def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
     """Of 2, 1 and 1 ranks no two share a node everywhere. If they did not agree they would wait for
     each other; so they compare their meshes before."""
     nodes = dict(nodes=[2, 1, 1], timeout=60)
-    command = "train.py", *flags(corpus, out := tmp_path / "run"), *parallel.split()
+    command = "train.py", *flags(corpus, out := tmp_path / "run"), "--dp=hsdp"
     assert "mesh: 4 replicate;" in succeed(*command, **nodes).out
-    if parallel == "--dp=hsdp":
-        scored = "evaluate.py", out, "--data", corpus, "--dp=hsdp", "--dtype=float64"
-        assert succeed(*scored, **nodes).out == succeed(*scored).out
-        sizes = "--model=tiny --batch=4 --seq-len=32 --repeats=1".split()
-        succeed("bench.py", "compare", "hsdp", *sizes, **nodes)
-        own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
-        differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
-        told = "error: the models or their meshes differ between rank 0 and rank "
-        lines = error_lines(differ)
-        assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
-        assert len(lines) == 3  # one on each node
+    scored = "evaluate.py", out, "--data", corpus, "--dp=hsdp", "--dtype=float64"
+    assert succeed(*scored, **nodes).out == succeed(*scored).out
+    own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
+    differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
+    told = "error: the models or their meshes differ between rank 0 and rank "
+    lines = error_lines(differ)
+    assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
+    assert len(lines) == 3  # one on each node
 
 
 def test_replicas_that_begin_differently_are_refused():
@@ -147,23 +143,6 @@ def test_neighbours_share_what_talks_most(sizes, inner, outer):
     dist.destroy_process_group()
 
 
-class Largest(Live):
-    """Its peak is the number of elements of the largest tensor."""
-
-    def _count_tensors(self, values) -> None:
-        whole = (v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, DTensor))
-        self.peak = max(self.peak, *(tensor.numel() for tensor in whole), 0)
-
-
-def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary(monkeypatch):
-    """Of two ranks the first has the larger part of the vocabulary."""
-    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK", 56)
-    monkeypatch.setattr(instruments, "Live", Largest)
-    model = build_on_meta(LlamaConfig(16, 1, 2, 2, 32, vocab_size=997))
-    _, held = instruments.emulate(step_of(model, ParallelConfig(tp=2), 8, 1, 14))
-    assert held["peak"] == 56 * 499
-
-
 def test_a_wrapped_block_is_not_wrapped_again():
     """By us, whether it is compiled or a block of one's own, or by somebody else."""
     for compiled in (False, True):
@@ -182,3 +161,64 @@ def test_a_wrapped_block_is_not_wrapped_again():
 def test_many_collectives_at_once_do_not_crash():
     """With gloo's own two threads for each group, most runs crash within seconds."""
     succeed("tests/workers/many_collectives.py", 20)
+
+
+# ---------------------------------------------------------------- asynchronous tensor parallelism
+
+WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
+OPERATORS = {"all_to_all_single.default(": "send", "wait_tensor.default(": "wait",
+             "extern_kernels.": "product"}  # fmt: skip
+
+
+def order_of(code: str) -> str:
+    """Return the messages, waits and products of compiled code, in the order of its lines."""
+    lines = code[code.index("def call(") :].splitlines()
+    lines = [re.sub("#.*", "", line) for line in lines]
+    return " ".join(name for line in lines for text, name in OPERATORS.items() if text in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_compiled_blocks_multiply_while_messages_travel(checkpointing):
+    """In the code that torch.compile writes for a block of four ranks, forward and backward."""
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    process = Process(rank=1, size=4, local_rank=1, per_node=4, device=torch.device("cpu"))
+    options = dict(tp=4, async_tp=True, compile=True, checkpointing=checkpointing)
+    model = build_on_meta(LlamaConfig(768, 1, 8, 4, 2304, vocab_size=64))
+    initialize = partial(Llama.init_weights, assign=assign_shard)
+    runner = parallelize(model, with_mesh(process, ParallelConfig(**options)), initialize)
+    tokens = torch.zeros(2, 2048, dtype=torch.int64)
+    _, codes = run_and_get_code(lambda: runner(tokens, targets=tokens).backward())
+    dist.destroy_process_group()
+    forward, backward = map(order_of, codes)
+    assert "send wait" not in forward and forward.count("send") == 12
+    assert ("send wait" in backward) == (checkpointing == "selective")  # of w2: see its docstring
+
+
+# One process that rounds as each rank does: a chunk of tokens, and its part of a matrix, at a time.
+BY_CHUNKS = """
+        parts, chunks = 2, []
+        for chunk in x.split(x.shape[1] // parts, 1):
+            if self.by_rows:
+                pairs = zip(chunk.chunk(parts, 2), self.weight.chunk(parts, 1))
+                chunks.append(sum(self.product(c, w.contiguous()) for c, w in pairs))
+            else:
+                products = [self.product(chunk, w) for w in self.weight.chunk(parts, 0)]
+                chunks.append(torch.cat(products, 2))
+        return torch.cat(chunks, 1)
+"""
+
+
+def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
+    layer = "model.set_submodule(name, Float8Linear(layer, world.parallel.float8))"
+    by_rows = f"{layer}; model.get_submodule(name).by_rows = name.endswith(('wo', 'w2'))"
+    edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
+    recipes, options = ("tensorwise", "rowwise", "mxfp8"), {"seq": 64, "steps": 2}
+    one = {recipe: case(WIDE, 2, float8=recipe) | options for recipe in recipes}
+    two = {recipe: case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options for recipe in one}
+    expected, found = train(tmp_path, 0, one, within=within), train(tmp_path, 2, two)
+    for recipe in recipes:
+        assert_same(found[recipe], expected[recipe])
+        assert_traffic(found[recipe], two[recipe], 2)

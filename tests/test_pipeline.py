@@ -7,7 +7,6 @@ import pytest
 from conftest import launch, refused
 
 from techniques import schedules
-from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
 # What each schedule's docstring says: how many microbatches a rank holds.
@@ -67,14 +66,6 @@ def test_wrong_schedules_are_told(m, lines, says):
         check_schedule(read_schedule(lines), m, 2)
 
 
-def test_layers_of_stages():
-    for n_layers in range(1, 20):
-        for stages in range(1, n_layers + 1):
-            parts = [layers_of(s, stages, n_layers) for s in range(stages)]
-            assert [layer for part in parts for layer in part] == list(range(n_layers))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_the_command_draws(tmp_path):
     file, picture = tmp_path / "a & b.txt", tmp_path / "x.svg"
     given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
@@ -82,9 +73,6 @@ def test_the_command_draws(tmp_path):
     result = launch("techniques/schedules.py", *given, "--plot", picture)
     assert result.out.startswith("rank 0 F0 F1 .  B0 W0 .  B1 W1\n"), result.out
     assert "25.0% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
-    rectangles = ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")
-    assert len(rectangles) == 12 and all(0 <= float(r.get("x")) <= 900 for r in rectangles)
-    file.write_text("F0 B0\nF0 B0\n")
-    refused(launch("techniques/schedules.py", *given), "rank 0, position 3: B1@0 is missing")
+    assert len(ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")) == 12
     wrong = launch("techniques/schedules.py", "--stages", 3, "--schedule", file)
     refused(wrong, "has 2 lines, and 3 ranks")

@@ -1,6 +1,8 @@
-"""Activation checkpointing: what backward repeats, counted in the graphs of compiled blocks."""
+"""What blocks save for backward, which repeats the rest; and what they keep in CPU memory.
 
-from dataclasses import replace
+Repetitions are counted in the graphs of compiled blocks. That no result changes is tested in
+test_exact.py and, for offloading bit for bit, in test_gpu.py."""
+
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,19 +15,19 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from config import ParallelConfig, Work
-from costs.page import holds
-from model import PRESETS, Llama, LlamaConfig
+from config import ParallelConfig
+from model import Block, Llama, LlamaConfig
 from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
-from techniques import recompute
+from techniques import offload
+from techniques.offload import offload_activations
 
 CONFIG = LlamaConfig(64, 1, 4, 4, 176, vocab_size=64)
 
 
-def graphs_of_a_block(monkeypatch, tp=1, config=CONFIG, **parallel) -> dict[str, Graph]:
+def graphs_of_a_block(monkeypatch, tp=1, **parallel) -> dict[str, Graph]:
     """Return the graphs that the compiler makes of a block's forward and backward."""
     graphs = {}
 
@@ -41,7 +43,7 @@ def graphs_of_a_block(monkeypatch, tp=1, config=CONFIG, **parallel) -> dict[str,
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     process = Process(rank=0, size=tp, local_rank=0, per_node=tp, device=torch.device("cpu"))
     world = with_mesh(process, ParallelConfig(tp=tp, compile=True, **parallel))
-    model = build_on_meta(config)
+    model = build_on_meta(CONFIG)
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     runner(tokens, tokens).backward()
@@ -53,30 +55,6 @@ def count(graph: Graph, *names: str) -> int:
     """Return how many operators of a graph have one of these names."""
     called = (node.target.__name__ for node in graph.nodes if node.op == "call_function")
     return sum(operator.split(".")[0] in names for operator in called)
-
-
-WITH_EXPERTS = replace(CONFIG, n_experts=4)
-
-
-@pytest.mark.parametrize("kind", ["none", "products", "full"])
-def test_a_run_says_that_blocks_with_experts_are_not_compiled(monkeypatch, kind):
-    """The compiler leaves out experts, and within a checkpoint all else with them. On a GPU it
-    compiles both in bfloat16, whose kernel takes all experts at once (tests/test_gpu.py)."""
-    parallel = ParallelConfig(compile=True, checkpointing=kind)
-    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
-    for dtype, divided in ((torch.bfloat16, False), (torch.float32, kind != "none")):
-        in_dtype = replace(parallel, dtype=dtype)
-        of_gpu = SimpleNamespace(parallel=in_dtype, device=torch.device("cuda"))
-        assert bool(recompute.about(build_on_meta(WITH_EXPERTS), of_gpu)) == divided
-    for config, is_compiled in ((CONFIG, True), (WITH_EXPERTS, kind == "none")):
-        with monkeypatch.context() as patch:
-            assert bool(graphs_of_a_block(patch, config=config, checkpointing=kind)) == is_compiled
-        told = recompute.about(build_on_meta(config), world)
-        assert told.startswith("blocks are not compiled") != is_compiled
-    with monkeypatch.context() as patch:
-        patch.setattr(recompute, "stays_uncompiled", lambda *given: False)
-        graphs = graphs_of_a_block(patch, config=WITH_EXPERTS, checkpointing=kind)
-    assert bool(graphs) == (kind == "none"), "torch can now: compile these blocks, too"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -96,25 +74,62 @@ def test_a_compiled_block_repeats(monkeypatch, checkpointing, products, tp):
         assert count(backward, "all_gather_into_tensor") == gathers
 
 
-def test_saved_products_take_bytes_of_one_gpu():
-    """The outputs of wq, wv and w1, in bfloat16, of 8B and two sequences of 4,096 tokens."""
-    selective = ParallelConfig(dtype=torch.bfloat16, compile=True, checkpointing="selective")
-    model = build_on_meta(PRESETS["llama3.1-8b"])
-    products = replace(selective, checkpointing="products")
-    peaks = [
-        holds(Work(model, parallel, 8, 2, 4096, on_gpu=True))["peak"]
-        for parallel in (selective, products)
-    ]
-    assert peaks[1] - peaks[0] == 32 * 8192 * 2 * (4096 + 1024 + 14336)
+# ------------------------------------------------------------------------------------ offloading
+
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # a World
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("checkpointing", ["none", "products", "selective", "full"])
-def test_largest_numbers_are_not_found_again(monkeypatch, checkpointing, recipe):
-    """Backward has those of seven gradients; rowwise also of the rows and columns that are summed
-    in its fourteen products, of which those of one input are the same."""
-    rowwise = dict(none=24, products=25, selective=27, full=25)
-    with torch._inductor.config.patch(emulate_precision_casts=False):
-        graphs = graphs_of_a_block(monkeypatch, checkpointing=checkpointing, float8=recipe)
-    most = rowwise[checkpointing] if recipe == "rowwise" else 7
-    assert count(graphs["backward"], "amax") <= most
+def small_model() -> Llama:
+    torch.manual_seed(0)
+    (model := Llama(LlamaConfig(32, 3, 4, 2, 48, vocab_size=50)).double()).init_weights()
+    return model
+
+
+def test_blocks_take_turns_on_the_gpu(monkeypatch):
+    """After forward the GPU has what the last block saved; in backward also what comes next.
+    Evaluation offloads nothing."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    blocks, used = [], []  # what each block saved; in each use, of which block something is there
+
+    class Watched(offload.SavedByBlock):
+        def __init__(self, *args):
+            super().__init__(*args)
+            blocks.append(self.tensors)
+
+        def use(self, saved):
+            result = super().use(saved)
+            used.append([any(t.on_gpu is not None for t in tensors) for tensors in blocks])
+            return result
+
+    monkeypatch.setattr(offload, "SavedByBlock", Watched)
+    offload_activations(model := small_model(), ON_CPU)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        model(tokens, targets=tokens)
+    assert not blocks
+    loss = model(tokens, targets=tokens)
+    assert [all(t.on_gpu is None for t in tensors) for tensors in blocks] == [True, True, False]
+    # q, attention's output, two norms' inputs, outputs and what their weights multiply; k, v; gate,
+    # silu(gate), up and their product; lse in float32 or float64
+    nbytes = 8 * 24 * (8 * 32 + 2 * 16 + 4 * 48)
+    for tensors in blocks:
+        assert nbytes < sum(t.on_cpu.nbytes for t in tensors) < 1.1 * nbytes
+    loss.backward()
+    assert used[0] == [False, True, True] and used[-1][0]
+
+
+def test_a_change_in_place_is_refused_as_without(monkeypatch):
+    """Hooks switch off PyTorch's own check: without another, gradients would be wrong."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+
+    def forward(self, x, *rest):
+        h = (x * 2).exp()
+        return x + h.mul_(3)  # exp has saved h
+
+    monkeypatch.setattr(Block, "forward", forward)
+    tokens = torch.arange(12).view(1, 12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        small_model()(tokens, targets=tokens).backward()
+    offload_activations(model := small_model(), ON_CPU)
+    with pytest.raises(RuntimeError, match="changed in place a tensor"):
+        model(tokens, targets=tokens).backward()
