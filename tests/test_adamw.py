@@ -68,40 +68,22 @@ def test_moments_that_rounding_would_stop_are_refused():
         BFloat16AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.999))
 
 
-@pytest.mark.slow
-def test_it_compiles_once_for_a_block_and_all_steps(monkeypatch):
-    """A kernel for each parameter; the one of a single element is not compiled."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr("test_adamw.SHAPES", [*SHAPES, (64, 3), (1000, 7)])
-    results = []
-    for compiles in (True, False):  # as on a GPU; as here
-        monkeypatch.setattr(adamw, "has_triton", lambda device, answer=compiles: answer)
-        adamw.make_update.cache_clear()
-        results.append(steps(with_bfloat16_moments))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch._inductor.metrics.generated_kernel_count <= 4
-
-
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_scale_of_gradients_holds_for_one_step(moments):
     """And gives what scaled gradients would."""
     found = []
-    for scale in (0.25, None):
+    for scales in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Linear(7, 5)
+        parameters = [*(model := torch.nn.Linear(7, 5)).parameters()]
         optimizer = make_optimizer(model, ParallelConfig(optimizer="adamw", moments=moments))
         for step in (1, 2):
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            gradients = [parameter.grad for parameter in model.parameters()]
-            if step == 1 and scale:
-                scale_gradients(optimizer, gradients, torch.tensor(scale))
-            elif step == 1:
-                torch._foreach_mul_(gradients, 0.25)
+            gradients = [torch.randn_like(parameter) for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient if scales or step == 2 else gradient / 4
+            if scales and step == 1:
+                scale_gradients(optimizer, gradients, torch.tensor(0.25))
             optimizer.step()
-        found.append([parameter.detach() for parameter in model.parameters()])
+        found.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *found))
 
 

@@ -125,8 +125,6 @@ FORWARD = "first in forward: the output of layers."
 TP = f"{FORWARD} ... under --tp a rank has some of the heads"
 REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, dict(tp=2), TP),
-    "values handed on between stages": (
-        SHARED, dict(pp=2, n_layers=6), "an error (TypeError in line  ... under --pp each stage"),
     "keys of another microbatch": (
         SHARED_GLOBAL, dict(pp=2, microbatch=1, n_layers=4, checkpointing="full"),
         "first in backward: the gradient of the output of layers.1.feed_forward.w3"),

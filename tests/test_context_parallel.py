@@ -56,15 +56,14 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
 def test_every_rank_attends_to_equally_many_tokens():
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
     T, n, heads, width = 48, 4, 4, 8
+    square = 4 * (T // (2 * n)) ** 2 * 3 * heads * width  # FLOPs of three rows
     q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
     for rank in range(n):
         documents = shared(torch.arange(T).expand(3, T), rank, n, T=T).documents
         products = sdpa_kernel(SDPBackend.MATH)  # whose operators the counter knows
         with products, FlopCounterMode(display=False) as counted:
             documents.attend_to(own_tokens(q, rank, n), k, v)
-        assert (
-            counted.get_total_flops() == (2 * n + 1) * 4 * (T // (2 * n)) ** 2 * 3 * heads * width
-        )
+        assert counted.get_total_flops() == (2 * n + 1) * square
 
 
 @pytest.mark.slow

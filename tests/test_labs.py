@@ -98,21 +98,6 @@ def test_commands(copy):
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
-@pytest.mark.slow
-def test_watch_checks_again_after_a_change(copy):
-    command = [sys.executable, copy / "labs/run.py", "watch", "mean"]
-    watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        lines = iter(watch.stdout.readline, "")
-        assert any("not written yet" in line for line in lines)
-        assert any("waiting for a change" in line for line in lines)
-        student_file("mean", copy / "labs/work")
-        assert any("passed." in line for line in lines)
-    finally:
-        watch.kill()
-        watch.wait()
-
-
 def test_released_copies_have_no_solutions(tmp_path):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a clone")

@@ -159,22 +159,6 @@ def test_logits_loss_and_every_gradient_equal_transformers(name):
         assert relative(gradient, expected[key]) < 1e-10, key
 
 
-def test_packed_documents_equal_separate_ones():
-    model, lengths = build(SMALL), [7, 1, 20, 5]
-    documents = [tokens_of(SMALL, 1, n + 1, seed=n) for n in lengths]
-    separate = sum(model(d[:, :-1], targets=d[:, 1:]) for d in documents)
-    packed = model(
-        torch.cat([d[:, :-1] for d in documents], 1),
-        targets=torch.cat([d[:, 1:] for d in documents], 1),
-        positions=torch.cat([torch.arange(n) for n in lengths])[None],
-    )
-    assert relative(packed, separate) < 1e-12
-    named = dict(model.named_parameters())
-    ours, expected = (torch.autograd.grad(loss, named.values()) for loss in (packed, separate))
-    for name, gradient, other in zip(named, ours, expected):
-        assert relative(gradient, other) < 1e-11, name
-
-
 # ------------------------------------------------------------------------------------- the loss
 
 

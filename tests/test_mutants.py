@@ -30,29 +30,20 @@ MADE = "        self.feed_forward = (mixture if config.n_experts else FeedForwar
 LATE = {MADE: f"{MADE}        self.late = layer == 5\n"}  # of six blocks
 RIGHT = {  # equal under every split
     "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},
-    "squared ReLU": {SWIGLU: "return F.relu(gate).square() * up"},
-    "gate and up change places": {SWIGLU: "return gate * F.silu(up)"},
     "parallel blocks": {ATTENTION: f"y{ATTENTION[1:]}", FFN: f"return y{FFN[8:]}"},
-    "a scaled branch": {FFN: FFN.replace("self", "0.5 * self", 1)},
     "a cap of the logits": {LOGITS: "return 8 * (F.linear(hidden, weight) / 8).tanh()"},
     "smoothed labels": {LOSS_OF: "smooth = vocabulary.logsumexp(logits) - vocabulary.sum(logits) / "
                         f"vocabulary.size\n    {LOSS_OF} * 0.9 + 0.1 * smooth"},
-    "z-loss": {LOSS_OF: f"{LOSS_OF} + 1e-2 * vocabulary.logsumexp(logits).square()"},
     "focal loss": {LOSS_OF: f"loss ={LOSS_OF[6:]}\n    return loss * (1 - (-loss).exp())"},
     "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
-    "no RoPE of keys": {ROTATE: "q = rotate(q, cos, sin)"},
     "no RoPE in odd layers": {ROTATE: f"if self.layer % 2 == 0:\n            {ROTATE}"},
-    "cooler attention": {Q: f"{Q} * 0.7"},
     "values from keys": {ROTATE: f"{ROTATE}\n        rotated = k", V: f"{V} + rotated"},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
     "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)":
                "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
 }  # fmt: skip
 PARTLY = {  # equal under some splits, and refused under the named ones
-    "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, "tp"),
     "a mean over heads": ({Q: f"{Q}\n        q = q - q.mean(2, keepdim=True)"}, "tp"),
-    "another first head": (
-        {Q: f"{Q}\n        q = torch.cat([2 * q[:, :, :1], q[:, :, 1:]], 2)"}, "tp"),
     "a norm of the logits": (
         {LOGITS: "return 8 * F.normalize(F.linear(hidden, weight), dim=-1)"}, "tp"),
     "a rank's z-loss in training": (
@@ -63,7 +54,6 @@ PARTLY = {  # equal under some splits, and refused under the named ones
         {LOOP: "for i, block in enumerate(self.layers.values()):\n"
          "                x = 2 * x if i == 0 else x"}, "pp"),
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
-    "a mean of tokens": ({FFN: f"x = x - x.mean(1, keepdim=True)\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "a window of scores": ({"same = document[": "same = (positions[:, None] > 2) & document["}, ""),
     "positions of a rank": (
@@ -76,8 +66,6 @@ PARTLY = {  # equal under some splits, and refused under the named ones
          "self.vocabulary)"}, "cp"),
     "tokens shifted in a late layer": (
         {FFN: "x = x + self.late * F.pad(x, (0, 0, 1, -1))\n        " + FFN, **LATE}, "cp"),
-    "a mean over heads in a late layer": (
-        {Q: f"{Q}\n        if self.layer == 5:\n            q -= q.mean(2, keepdim=True)"}, "tp"),
     "a condition on the rank": (
         {FFN: "import os\n        x = 2 * x if os.environ.get('RANK') == '1' else x\n"
          f"        {FFN}"}, "ddp fsdp tp pp cp"),

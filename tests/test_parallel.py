@@ -1,7 +1,9 @@
-"""parallel.py beside what its docstrings say: what is refused, what stays small, what is told."""
+"""parallel.py beside what its docstrings say, and what has no numbers to compare in test_exact.py:
+refusals, the order of messages, schedules of pipelines, and where activations wait."""
 
 import re
 import textwrap
+import xml.etree.ElementTree as ET
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import changed_copy, error_lines, launch, succeed, with_fault
+from conftest import changed_copy, error_lines, launch, refused, succeed, with_fault
 from exact import GROUPED, ODD, assert_same, assert_traffic, case, train
 from test_train import flags
 from torch import nn
@@ -27,7 +29,10 @@ from plumbing.processes import Process, UserError
 from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
+from techniques import offload, schedules
+from techniques.offload import offload_activations
 from techniques.recompute import recompute_and_compile
+from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
 
 def test_all_that_it_does():
@@ -98,10 +103,8 @@ def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
     """Of 2, 1 and 1 ranks no two share a node everywhere. If they did not agree they would wait for
     each other; so they compare their meshes before."""
     nodes = dict(nodes=[2, 1, 1], timeout=60)
-    command = "train.py", *flags(corpus, out := tmp_path / "run"), "--dp=hsdp"
+    command = "train.py", *flags(corpus, tmp_path / "run"), "--dp=hsdp"
     assert "mesh: 4 replicate;" in succeed(*command, **nodes).out
-    scored = "evaluate.py", out, "--data", corpus, "--dp=hsdp", "--dtype=float64"
-    assert succeed(*scored, **nodes).out == succeed(*scored).out
     own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
     differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
     told = "error: the models or their meshes differ between rank 0 and rank "
@@ -222,3 +225,95 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
     for recipe in recipes:
         assert_same(found[recipe], expected[recipe])
         assert_traffic(found[recipe], two[recipe], 2)
+
+
+# ----------------------------------------------------------------------------------- pipelines
+
+# What each schedule's docstring says: how many microbatches a rank holds.
+HOLDS = {
+    "gpipe": lambda rank, p, m, v: m,
+    "1f1b": lambda rank, p, m, v: min(m, p - rank),
+    "interleaved": lambda rank, p, m, v: min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1),
+    "zero-bubble": lambda rank, p, m, v: min(m, p),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_hold_and_wait_as_they_say(name):
+    """For up to 8 ranks, 32 microbatches and 4 stages of a rank; check_schedule proves each."""
+    for p in range(1, 9):
+        for m in range(1, 33):
+            if name == "interleaved" and m % p:
+                continue
+            for v in range(1, 5) if name == "interleaved" else (1,):
+                schedule = make_schedule(name, p, m, v)
+                timeline = check_schedule(schedule, m, p * v)
+                for rank, order in enumerate(schedule):
+                    held = schedules.held(order)
+                    assert held == HOLDS[name](rank, p, m, v)
+                    assert held == schedules.most_held(name, p, m, v, rank, has_w=True)
+                waits = p - 1 + max(0, p - m) if name == "zero-bubble" else 3 * (p - 1)
+                end = max(spans[-1].end for spans in timeline)  # ticks of a v-th of a stage each
+                assert end == 3 * m * v + waits
+                assert schedules.bubble(timeline) == pytest.approx(1 - 3 * m * v / end)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_picture_in_a_docstring_is_the_schedule(name):
+    m, v = (2, 2) if name == "interleaved" else (4, 1)
+    lines = re.findall(r"^ +(rank .*)$", SCHEDULES[name].__doc__, re.MULTILINE)
+    timeline = check_schedule(make_schedule(name, 2, m, v), m, 2 * v)
+    assert lines == schedules.draw_text(timeline).splitlines()
+
+
+@pytest.mark.parametrize(
+    "m, lines, says",
+    [
+        (1, ["F0 B0", "F0 B0 F1"], "rank 1, position 3: F1@1 is not for this rank"),
+        (1, ["F0 B0 B0", "F0 B0"], "rank 0, position 3: B0@0 was there before"),
+        (1, ["B0 F0", "F0 B0"], "rank 0, position 1: B0@0 comes before F0@0"),
+        (1, ["F0 B0 W0", "F0 W0 B0"], "rank 1, position 2: W0@1 comes before B0@1"),
+        (1, ["F0 B0", "F0"], "rank 1, position 2: B0@1 is missing"),
+        (1, ["F0 B0 W0", "F0 B0"], "rank 1, position 3: W0@1 is missing"),
+        (1, ["F0 B0@1", "F0 B0"], "rank 0, position 2: B0@1 is not for this rank"),
+        (1, ["F0 B-1", "F0 B0"], "rank 0, position 2: 'B-1' is no action such as F0 or B0@2"),
+        # Rank 0 wants a gradient before it sends microbatch 1, and rank 1 this before that.
+        (2, ["F0 B0 F1 B1", "F0 F1 B0 B1"], "position 2: B0@0 waits for B0@1, which rank 1"),
+    ],
+)
+def test_wrong_schedules_are_told(m, lines, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_schedule(read_schedule(lines), m, 2)
+
+
+def test_the_command_draws(tmp_path):
+    file, picture = tmp_path / "a & b.txt", tmp_path / "x.svg"
+    given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
+    file.write_text("# Warmup\nF0 F1 B0 W0 B1 W1\nF0 B0 W0 F1 B1 W1  # the last stage\n")
+    result = launch("techniques/schedules.py", *given, "--plot", picture)
+    assert result.out.startswith("rank 0 F0 F1 .  B0 W0 .  B1 W1\n"), result.out
+    assert "25.0% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
+    assert len(ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")) == 12
+    wrong = launch("techniques/schedules.py", "--stages", 3, "--schedule", file)
+    refused(wrong, "has 2 lines, and 3 ranks")
+
+
+# ----------------------------------------------------------------------- offloaded activations
+
+
+def test_a_change_in_place_is_refused_as_without(monkeypatch):
+    """Hooks switch off PyTorch's own check: without another, gradients would be wrong. That results
+    stay the same is tested in test_exact.py, and what a GPU holds in test_page.py."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+
+    def forward(self, x, *rest):
+        h = (x * 2).exp()
+        return x + h.mul_(3)  # exp has saved h
+
+    monkeypatch.setattr(Block, "forward", forward)
+    model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(tokens, targets=tokens).backward()
+    offload_activations(model, SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="changed in place a tensor"):
+        model(tokens, targets=tokens).backward()
