@@ -112,13 +112,9 @@ TRIED = [
              "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
     ("ddp", {SEND: f"        if not parameter.grad.any():\n            return\n{SEND}"},
      "does not come out"),
-    ("ring", {FLAT: "total = tensor.flatten().double()"}, "The sum of float32 is wrong"),
     ("ring", {"def ring": f"{LOADED}def ring", "as(tensor)": "as(tensor).as_subclass(Loaded)"},
      PASSES),
     ("ring", {FLAT: f"__import__('threading').Thread().start()\n    {FLAT}"}, "without a thread"),
-    ("mean", {RETURN: "    return number(totals[0] / totals[1]), number(norm)\n\n\n"
-              "def number(x):\n    return x.item()"}, PASSES),
-    ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
     ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "changes `loss` in line"),
     ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
     ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"}, "called once"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import changed_copy, error_lines, launch, refused, succeed, with_fault
+from conftest import changed_copy, error_lines, launch, refused, step_of, succeed, with_fault
 from exact import GROUPED, ODD, assert_same, assert_traffic, case, train
 from test_train import flags
 from torch import nn
@@ -24,12 +24,13 @@ from workers.train_cases import initialize
 from config import ParallelConfig
 from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
-from perf.instruments import build_on_meta
+from perf.instruments import build_on_meta, emulate
 from plumbing.processes import Process, UserError
 from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
 from techniques import offload, schedules
+from techniques.chunked_loss import LOSS_CHUNK
 from techniques.offload import offload_activations
 from techniques.recompute import recompute_and_compile
 from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
@@ -144,6 +145,13 @@ def test_neighbours_share_what_talks_most(sizes, inner, outer):
     assert describe_mesh(world) == f"mesh: 2 {outer} x 2 {inner}; {groups}"
     assert [world.mesh[dim].mesh.tolist() for dim in (inner, outer)] == [[0, 1], [0, 2]]
     dist.destroy_process_group()
+
+
+def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
+    """But four tensors of float32: a chunk of tokens by the rank's half of the vocabulary."""
+    model = build_on_meta(LlamaConfig(16, 1, 2, 2, 32, vocab_size=100_000))
+    _, held = emulate(step_of(model, ParallelConfig(tp=2), 1, 1, 2 * LOSS_CHUNK))
+    assert held["peak"] < 4.5 * 4 * LOSS_CHUNK * 50_000
 
 
 def test_a_wrapped_block_is_not_wrapped_again():
@@ -302,8 +310,7 @@ def test_the_command_draws(tmp_path):
 
 
 def test_a_change_in_place_is_refused_as_without(monkeypatch):
-    """Hooks switch off PyTorch's own check: without another, gradients would be wrong. That results
-    stay the same is tested in test_exact.py, and what a GPU holds in test_page.py."""
+    """Hooks switch off PyTorch's own check: without another, gradients would be wrong."""
     monkeypatch.setattr(offload, "MIN_BYTES", 0)
 
     def forward(self, x, *rest):
