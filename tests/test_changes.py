@@ -1,6 +1,7 @@
-"""Eight changes that people make in class: five are patches in tests/changes, and QK-norm, experts
-and ZeRO-1 are in the code. Applied to a copy of the project, each is exact in every parallel
-configuration or refused."""
+"""Changes that people make in class, five of them patches in tests/changes, and their mistakes.
+
+Applied to a copy of the project, a change computes what another program does, trains, resumes and
+generates, or it is refused. tests/test_mutants.py takes each of its changes through every split."""
 
 import math
 import re
@@ -12,16 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    CHANGES,
-    ROOT,
-    changed_copy,
-    launch,
-    metrics,
-    needs_2_13,
-    refused,
-    succeed,
-)
+from conftest import CHANGES, ROOT, changed_copy, launch, metrics, needs_2_13, refused, succeed
 from exact import GROUPED, assert_traffic, case, plain_model, plain_step, train
 from test_model import peer_in_float64, relative, to_hugging_face
 from test_train import flags, same_metrics

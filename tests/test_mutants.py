@@ -66,6 +66,8 @@ PARTLY = {  # equal under some splits, and refused under the named ones
          "self.vocabulary)"}, "cp"),
     "tokens shifted in a late layer": (
         {FFN: "x = x + self.late * F.pad(x, (0, 0, 1, -1))\n        " + FFN, **LATE}, "cp"),
+    "a mean over heads in a late layer": (
+        {Q: f"{Q}\n        if self.layer == 5:\n            q -= q.mean(2, keepdim=True)"}, "tp"),
     "a condition on the rank": (
         {FFN: "import os\n        x = 2 * x if os.environ.get('RANK') == '1' else x\n"
          f"        {FFN}"}, "ddp fsdp tp pp cp"),

@@ -1,5 +1,6 @@
-"""parallel.py beside what its docstrings say, and what has no numbers to compare in test_exact.py:
-refusals, the order of messages, schedules of pipelines, and where activations wait."""
+"""parallel.py beside its docstrings, and techniques where test_exact.py has nothing to compare.
+
+Refusals, the order of messages, schedules of pipelines, offloaded activations."""
 
 import re
 import textwrap
