@@ -327,17 +327,6 @@ def assert_generation(result: dict, case: dict) -> None:
     assert result["sampling_gathers"] == gathers * result["layers"]
 
 
-def assert_saved(result: dict, case: dict) -> None:
-    """Assert that saving gathers the adapters and no more; there may be none."""
-    size = 0
-    for name, factor in result["adapters"].items():
-        assert torch.equal(factor, result["last"][name])
-        size += factor.nbytes
-    parallel = ParallelConfig(**case["parallel"])
-    in_parts = parallel.shard > 1 or parallel.tp > 1  # by both, a factor is gathered twice
-    assert result["saving_bytes"] <= in_parts * 2.2 * size
-
-
 def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     """Assert that calls and payload of each collective are the predicted ones, but for the number
     of DDP's buckets, and for how FSDP pads rows of which tp has made parts. With adapters
@@ -383,7 +372,6 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     assert_trained(result, case, reference)
     assert_generation(result, case)
-    assert_saved(result, case)
     compiled = case["parallel"].get("compile")
     if compiled and case["config"].get("n_experts"):  # which run between two graphs, and selective
         return  # checkpointing around them in none

@@ -1,16 +1,21 @@
-"""techniques/optimizers.py: AdamW with moments in bfloat16."""
-
-from functools import partial
+"""techniques/optimizers.py: AdamW with moments in bfloat16, and Muon."""
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
+from exact import orthogonalized
+from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
 from techniques import optimizers as adamw
-from techniques.optimizers import BFloat16AdamW, make_optimizer, scale_gradients
+from techniques.optimizers import (
+    BFloat16AdamW,
+    flops_of_muon,
+    is_block_matrix,
+    make_optimizer,
+    orthogonalize,
+    scale_gradients,
+)
 
 BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1
 SHAPES = [(7, 5), (11,), (1,), (0, 3)]
@@ -63,72 +68,49 @@ def test_moments_that_rounding_would_stop_are_refused():
         BFloat16AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.999))
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """Let the update be compiled, as there."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    adamw.make_update.cache_clear()
-    monkeypatch.setattr(adamw, "has_triton", lambda device: True)
-    yield
-    adamw.make_update.cache_clear()
-
-
-@pytest.mark.slow
-def test_it_compiles_once_for_a_block_and_all_steps(monkeypatch, on_a_gpu):
-    """A kernel for each parameter; the one of a single element is not compiled."""
-    monkeypatch.setattr("test_adamw.SHAPES", [*SHAPES, (64, 3), (1000, 7)])
-    compiled = steps(with_bfloat16_moments)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch._inductor.metrics.generated_kernel_count <= 4
-    monkeypatch.setattr(adamw, "has_triton", lambda device: False)
-    torch.testing.assert_close(compiled, steps(with_bfloat16_moments), rtol=1e-12, atol=1e-12)
-
-
-def test_a_block_is_one_call_that_reads_20_bytes_a_weight(monkeypatch, on_a_gpu):
-    """Of 32 layers, 291 parameters as in 8B: what its graphs read and write, if each once."""
-    moved = []
-
-    def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        writes = (
-            node for node in module.graph.nodes if node.target is torch.ops.aten.copy_.default
-        )
-        written = [node.args[0] for node in writes]
-        read = [node for node in module.graph.nodes if node.op == "placeholder"]
-        nbytes = sum(node.meta["val"].nbytes for node in (*read, *written))
-        return lambda *given: moved.append(nbytes) or module(*given)
-
-    compiler = lambda *given: make_boxed_func(count(*given))  # noqa: E731
-    backend = aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    model = Llama(LlamaConfig(16, 32, 2, 1, 32, vocab_size=64))
-    optimizer = make_optimizer(model, ParallelConfig(optimizer="adamw", moments="bfloat16"))
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    scale_gradients(optimizer, [p.grad for p in parameters], torch.tensor(0.5))
-    optimizer.step()
-    elements = sum(parameter.numel() for parameter in parameters)
-    assert len(parameters) == 291 and len(moved) == 33
-    assert sum(moved) == pytest.approx(20 * elements, rel=0.01)
-
-
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_scale_of_gradients_holds_for_one_step(moments):
     """And gives what scaled gradients would."""
     found = []
-    for scale in (0.25, None):
+    for scales in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Linear(7, 5)
+        parameters = [*(model := torch.nn.Linear(7, 5)).parameters()]
         optimizer = make_optimizer(model, ParallelConfig(optimizer="adamw", moments=moments))
         for step in (1, 2):
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            gradients = [parameter.grad for parameter in model.parameters()]
-            if step == 1 and scale:
-                scale_gradients(optimizer, gradients, torch.tensor(scale))
-            elif step == 1:
-                torch._foreach_mul_(gradients, 0.25)
+            gradients = [torch.randn_like(parameter) for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient if scales or step == 2 else gradient / 4
+            if scales and step == 1:
+                scale_gradients(optimizer, gradients, torch.tensor(0.25))
             optimizer.step()
-        found.append([parameter.detach() for parameter in model.parameters()])
+        found.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *found))
+
+
+# ---------------------------------------------------------------------------------------- Muon
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 30), (30, 5), (1, 4), (4, 1)])
+def test_singular_values_become_alike(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    found = orthogonalize(matrix)
+    torch.testing.assert_close(found, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < values.min() and values.max() < 1.25
+    scaled = orthogonalize(1e-20 * matrix)
+    torch.testing.assert_close(scaled, found, rtol=1e-12, atol=1e-12)
+    assert not orthogonalize(torch.zeros(shape)).any()
+
+
+def test_operations_are_counted():
+    model = Llama(LlamaConfig(16, 3, 4, 2, 40))
+    with FlopCounterMode(display=False) as counter:
+        for name, parameter in model.named_parameters():
+            if is_block_matrix(name, parameter):
+                orthogonalize(parameter.detach())
+    total = counter.get_total_flops()
+    assert flops_of_muon(model, ParallelConfig()) == total
+    # Of 21 matrices, 9 are in 3 batches of feed-forward's alone; no rank has more than rank 0.
+    assert total / 3 <= flops_of_muon(model, ParallelConfig("fsdp", shard=3)) < total / 3 * 1.1
+    assert flops_of_muon(model, ParallelConfig("hsdp", replicate=7, shard=3)) < total / 9

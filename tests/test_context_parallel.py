@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import text.batch as batch_py
 from config import ParallelConfig
 from model import attend, document_mask
-from techniques import context_parallel as lower_right
 from techniques.context_parallel import SharedBatch, own_tokens, share_sequences, whole_sequences
 from text.batch import Batch
 
@@ -30,27 +29,23 @@ def shared(
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", [False, True])
-def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kernel):
-    """By masks and, as on a GPU, by lengths, for documents with borders anywhere."""
+def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
+    """As on a GPU, for documents with borders anywhere. That it does so by masks is tested in
+    test_exact.py."""
     torch.manual_seed(0)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
+    monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     T = 24  # as in `shared`
-    if kernel:
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
-        monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
-    for within in (False, True) if packed else (False,):
-        positions = random_positions(3, T, within) if packed else None
+    for within in (False, True):
+        positions = random_positions(3, T, within)
         sizes = ((3, T, heads, 8) for heads in (4, 2, 2))
         q, k, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
-        expected, parts = attend(q, k, v, document_mask(positions, T) if packed else None), []
+        expected, parts = attend(q, k, v, document_mask(positions, T)), []
         for rank in range(n):
             batch = shared(positions, rank, n)
-            documents = batch.documents
-            if kernel:
-                make, size = batch.documents_until, T // (2 * n)
-                masks = [make(end, size) for end in documents.ends]
-                documents = documents._replace(masks=masks)
+            documents, size = batch.documents, T // (2 * n)
+            masks = [batch.documents_until(end, size) for end in documents.ends]
+            documents = documents._replace(masks=masks)
             parts.append(documents.attend_to(own_tokens(q, rank, n), k, v))
         found = whole_sequences(torch.stack(parts))
         grad = torch.randn_like(found)
@@ -58,28 +53,17 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
+def test_every_rank_attends_to_equally_many_tokens():
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
     T, n, heads, width = 48, 4, 4, 8
-    size, squares = T // (2 * n), 2 * n + 1
-    flash, pairs = lower_right._flash, []  # numbers of queries times keys
-
-    def counting(q, k, v, **options):
-        pairs.append(q.shape[2] * k.shape[2])
-        return flash(q, k, v, **options)
-
-    monkeypatch.setattr(lower_right, "_flash", counting)
+    square = 4 * (T // (2 * n)) ** 2 * 3 * heads * width  # FLOPs of three rows
     q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
     for rank in range(n):
         documents = shared(torch.arange(T).expand(3, T), rank, n, T=T).documents
         products = sdpa_kernel(SDPBackend.MATH)  # whose operators the counter knows
         with products, FlopCounterMode(display=False) as counted:
             documents.attend_to(own_tokens(q, rank, n), k, v)
-        assert counted.get_total_flops() == squares * 4 * size**2 * 3 * heads * width
-
-        pairs.clear()  # now in whole rows, without a mask
-        shared(None, rank, n, T=T).documents.attend_to(own_tokens(q, rank, n), k, v)
-        assert sum(pairs) == squares * size**2
+        assert counted.get_total_flops() == (2 * n + 1) * square
 
 
 @pytest.mark.slow

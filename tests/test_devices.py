@@ -1,15 +1,12 @@
 """Defaults and refusals by device: GPUs without bfloat16 or Triton, Apple GPUs."""
 
 import importlib.util
-import tempfile
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from plumbing import processes
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError
 from runs import setup as setup_py
@@ -89,23 +86,3 @@ def test_defaults_are_what_the_device_computes(
 def test_what_a_device_cannot_compute_is_refused(monkeypatch, gpu, given, says):
     with pytest.raises(UserError, match=says):
         set_up(monkeypatch, gpu, **given)
-
-
-def test_what_held_a_gpus_memory_is_written_where_it_ends(monkeypatch, tmp_path):
-    """Even if the disk is full, the error says what would fit."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    gpu = SimpleNamespace(total_memory=80e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    monkeypatch.setattr(processes, "memory_of_others", lambda _: 0)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).touch())
-    *_, file = (told := str(processes._out_of_memory())).split()[:-1]
-    assert Path(file).parent == tmp_path and Path(file).exists() and "memory_viz" in told
-
-    def fails(file: str) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
-    expected = "out of memory on a GPU of 80 GB: use a smaller model or batch"
-    assert str(processes._out_of_memory()) == expected

@@ -85,27 +85,24 @@ def test_emulated_products_are_those_of_torchs_scaled_mm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_codes_of_a_recomputed_norm_are_those_of_forward(recipe):
-    """Forward writes the norm in bfloat16, and backward fuses it with the rounding: without a
-    setting of the compiler, codes of numbers that were not rounded before are others."""
+def test_codes_of_a_recomputed_norm_are_those_of_forward():
+    """Forward writes the norm in bfloat16, and backward fuses it with the rounding: without the
+    setting of the compiler that use_float8 makes, some codes would be others."""
     torch.manual_seed(0)
+    torch._dynamo.reset()
     x, weight = torch.randn(256, 512).bfloat16(), (torch.rand(512) + 0.5).bfloat16()
-    parallel = ParallelConfig(compile=True, checkpointing="selective", float8=recipe)
-    world, found = SimpleNamespace(parallel=parallel, device=torch.device("cpu")), []
+    parallel = ParallelConfig(compile=True, checkpointing="selective", float8="tensorwise")
+    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
 
     def forward(x):
         y = rms_norm(x, weight, 1e-5)
-        return y, rounded(y, E4M3, recipe)[0]
+        return y, rounded(y, E4M3, "tensorwise")[0]
 
     with torch._inductor.config.patch(emulate_precision_casts=False):
-        for _ in range(2):
-            torch._dynamo.reset()
-            _, codes = torch.compile(forward)(x)
-            again = torch.compile(lambda x: forward(x)[1])(x)
-            found.append(int((codes.float() != again.float()).sum()))
-            float8.use_float8(Llama(LlamaConfig(**GROUPED)), world)
-    assert found[0] > 1000 and found[1] == 0  # of 131,072
+        float8.use_float8(Llama(LlamaConfig(**GROUPED)), world)
+        _, codes = torch.compile(forward)(x)
+        again = torch.compile(lambda x: forward(x)[1])(x)
+    assert torch.equal(codes.float(), again.float())
 
 
 def test_scales_of_blocks_in_the_order_of_a_gpu():
@@ -120,34 +117,22 @@ def test_scales_of_blocks_in_the_order_of_a_gpu():
             assert tiles[place].float() == scales[r, c]
 
 
-def test_which_gpus_multiply_in_8_bits(monkeypatch):
-    without_blocks = (float8.float8_recipes(capability) for capability in ((8, 9), (9, 0), (12, 0)))
-    assert float8.float8_recipes((8, 0)) == () and set(without_blocks) == {RECIPES[:2]}
-    assert float8.float8_recipes((10, 0)) == float8.float8_recipes((10, 3)) == RECIPES
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    kinds = ("cpu", torch.bfloat16), ("cuda", torch.float32), ("cuda", torch.bfloat16)
-    found = [float8.has_float8(torch.device(name), dtype, "rowwise") for name, dtype in kinds]
-    assert found == [False, False, True]
+def test_which_gpus_multiply_in_8_bits():
+    found = [float8.float8_recipes(capability) for capability in ((8, 0), (8, 9), (12, 0), (10, 3))]
+    assert found == [(), RECIPES[:2], RECIPES[:2], RECIPES]
 
 
-@pytest.mark.parametrize(
-    "recipe, tp, matrices",
-    [
-        ("rowwise", 1, "wq wk wv wo w1 w2 w3"),
-        ("rowwise", 2, "wq wk wv wo"),  # 48 / 2 is no multiple of 16
-        ("mxfp8", 1, "wq wk wv wo"),  # 48 is no multiple of 32
-    ],
-)
-def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, matrices):
-    """And named at a run's start. Parameters keep their names, so that weights load anywhere."""
+@pytest.mark.parametrize("recipe, tp", [("rowwise", 1), ("rowwise", 2), ("mxfp8", 1)])
+def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp):
+    """48 / 2 is no multiple of 16, nor 48 one of 32. Parameters keep their names, so that weights
+    load anywhere."""
     model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48)))
     names = [name for name, _ in model.named_parameters()]
     parallel = ParallelConfig(float8=recipe, tp=tp)
-    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
-    assert f"{recipe} float8 in {matrices} of 2 blocks, emulated: " in float8.about(model, world)
-    float8.use_float8(model, world)
+    float8.use_float8(model, SimpleNamespace(parallel=parallel, device=torch.device("cpu")))
     replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
+    wanted = "wq wk wv wo" if tp == 2 or recipe == "mxfp8" else "wq wk wv wo w1 w2 w3"
+    assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * wanted.split())
     assert all(name.startswith("layers.") for name in replaced)
     assert {layer.recipe for layer in replaced.values()} == {recipe}
     assert [name for name, _ in model.named_parameters()] == names

@@ -3,10 +3,8 @@
 import ast
 import functools
 import json
-import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from conftest import ENVIRONMENT, ROOT, in_copy, wait_for_lines
 from test_endings import gone_in_time
 
 from labs import run
-from labs.machinery import answers, grading
+from labs.machinery import answers
 from labs.machinery.checking import check_module
 
 LABS = ROOT / "labs"
@@ -51,10 +49,9 @@ def test_starters_are_the_solutions_without_the_marked_part(name):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_each_lab_is_complete(name):
-    """Wrong answers, hints, the way into the code, and a short page with a picture."""
+    """Wrong answers, hints, the way into the code, and a page with a picture."""
     of_lab = answers.wrong_answers(name)
-    assert len(of_lab) >= 4
-    assert len(of_lab) == (LABS / name / "wrong.txt").read_text().count("\n> ")  # all are read
+    assert len(of_lab) == (LABS / name / "wrong.txt").read_text().count("\n> ") >= 4  # all are read
     assert {"right numbers"} <= {wrong.tells for wrong in of_lab} <= {"right numbers", "hangs", ""}
     module = check_module(name)
     assert len(module.HINTS) == 3 and not any(re.search(r"\d\d", hint) for hint in module.HINTS)
@@ -62,25 +59,21 @@ def test_each_lab_is_complete(name):
     names = {node.name: node for node in ast.parse((ROOT / file).read_text()).body
              if isinstance(node, ast.FunctionDef | ast.ClassDef)}  # fmt: skip
     assert f"labs/{name}" in ast.get_docstring(names[function])
-    page = (LABS / name / "README.md").read_text()
-    assert "(picture.svg)" in page and 100 < len(page.split()) < 330
+    assert "(picture.svg)" in (LABS / name / "README.md").read_text()
     ElementTree.parse(LABS / name / "picture.svg")
 
 
-def test_the_page_has_the_rows_of_the_checks_and_known_commands():
+def test_the_page_has_what_the_labs_have():
+    """The rows of the checks, known commands, and how many mistakes others have published."""
     page = (LABS / "README.md").read_text()
     tables = runpy.run_path(str(ROOT / "docs/map.py"))["tables"]
     assert page == tables(page), "python docs/map.py writes them anew"
-    assert set(re.findall(r"^\| \[(\w+)\]", page, re.MULTILINE)) == set(NAMES)
     commands = set(re.findall(r"`?python labs/run.py (\w+)|^`(\w+)`", page))
     assert {one or other for one, other in commands} <= run.COMMANDS.keys()
-
-
-def test_the_page_counts_what_others_have_published():
     of_others = [wrong for _, wrong in WRONG if re.search(r"\(|#", wrong.name)]  # names a source
     right = sum(wrong.tells == "right numbers" for wrong in of_others)
     says = f"{len(of_others)} are mistakes that others have published, and {right} of these pass"
-    assert says in " ".join((LABS / "README.md").read_text().split())
+    assert says in " ".join(page.split())
 
 
 def test_commands(copy):
@@ -92,7 +85,6 @@ def test_commands(copy):
     assert file.read_text() == starter
     hints = [in_copy(copy, "hint", name) for _ in range(4)]
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
-    assert ["This was the last hint" in hint for hint in hints] == [False, False, True, True]
     in_copy(copy, "why", name, code=2)
     assert "# >>>" in in_copy(copy, "why", name, "--give-up")
     solved = student_file(name, copy / "labs/work").read_text()
@@ -104,31 +96,6 @@ def test_commands(copy):
     assert json.loads((copy / "labs/work/.state").read_text())["hints"] == {name: 3}
     in_copy(copy, "reset", name)
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
-
-
-def test_a_reader_that_leaves_ends_a_script_quietly():
-    """As in `python labs/run.py | head -1`."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, LABS / "run.py"]
-    ended = subprocess.run(command, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
-
-
-@pytest.mark.slow
-def test_watch_checks_again_after_a_change(copy):
-    command = [sys.executable, copy / "labs/run.py", "watch", "mean"]
-    watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        lines = iter(watch.stdout.readline, "")
-        assert any("not written yet" in line for line in lines)
-        assert any("waiting for a change" in line for line in lines)
-        student_file("mean", copy / "labs/work")
-        assert any("passed." in line for line in lines)
-    finally:
-        watch.kill()
-        watch.wait()
 
 
 def test_released_copies_have_no_solutions(tmp_path):
@@ -144,19 +111,6 @@ def test_released_copies_have_no_solutions(tmp_path):
     assert "passed on 2 ranks" in in_copy(copy, "check", "mean", "--ranks", 2)
     in_copy(copy, "reset", "mean")
     assert (copy / "labs/work/mean.py").read_text() == answers.starter_of("mean")
-
-
-def test_a_released_copy_lacks_a_file_that_was_deleted(tmp_path, monkeypatch):
-    project = tmp_path / "project"
-    (project / "labs").mkdir(parents=True)
-    for name in ("kept.py", "deleted.py"):
-        (project / name).write_text("")
-    for command in (["init", "-q"], ["add", "."]):
-        subprocess.run(["git", *command], cwd=project, check=True)
-    (project / "deleted.py").unlink()
-    monkeypatch.setattr(grading, "LABS", project / "labs")
-    list(grading.release(tmp_path / "class", {}))
-    assert [path.name for path in (tmp_path / "class").iterdir()] == ["kept.py"]
 
 
 @pytest.mark.slow

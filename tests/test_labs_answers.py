@@ -1,14 +1,17 @@
-"""All labs: solutions pass, one trains as the project, and each wrong answer gets its sentence."""
+"""Answers to labs: right ones pass, in unusual styles too, and wrong ones get their sentence."""
 
 import json
+import os
 import re
+import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
-from conftest import launch, slow
+from conftest import launch, metrics, succeed
 from test_labs import ANSWERS, lab, student_file
 
-from labs.machinery import answers
+from labs.machinery import answers, checking, ranks, student
 from labs.machinery.answers import starter_of
 from labs.machinery.checking import check_module
 
@@ -34,14 +37,18 @@ KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example) .*"  
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_wrong_answers_are_named(name, tmp_path):
+    """Also one that does nothing."""
     wrong_answers, sizes = answers.wrong_answers(name), check_module(name).SIZES
-    files = []
-    for number, wrong in enumerate(wrong_answers):
-        files.append(tmp_path / f"{number}.py")
-        files[-1].write_text(answers.patched(ANSWERS[name], wrong.patch))
+    sources = [answers.patched(ANSWERS[name], wrong.patch) for wrong in wrong_answers]
+    sources.append(re.sub(r"raise NotImplementedError.*", "pass", starter_of(name)))
+    files = [tmp_path / f"{number}.py" for number in range(len(sources))]
+    for path, source in zip(files, sources):
+        path.write_text(source)
     size = 3 if 3 in sizes else sizes[0]
     result = launch("tests/workers/reports.py", name, size, *files, timeout=600)
-    for wrong, text in zip(wrong_answers, json.loads(result.out), strict=True):
+    *texts, of_nothing = json.loads(result.out)
+    assert "returned None, and should return" in " ".join(of_nothing.split())
+    for wrong, text in zip(wrong_answers, texts, strict=True):
         words, (says, *_) = " ".join(text.split()), wrong.says.split("{")
         assert says in words, f"{wrong.name}: {text}"
         if wrong.tells == "right numbers":  # so it takes more than numbers to find it
@@ -51,44 +58,14 @@ def test_wrong_answers_are_named(name, tmp_path):
             assert "stopped: ranks wait" in text and "rank 0  call" in text and ", line " in text
 
 
-NOTHING = [(name, body) for name in ANSWERS for body in ("", "pass")]
-NOTHING += [("mean", "return 0.0, 0.0"), ("mean", "everything")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, body", NOTHING)
-def test_doing_nothing_fails(name, body, tmp_path):
-    """The starter, with another body or without."""
-    starter, path = starter_of(name), tmp_path / "nothing.py"
-    path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", starter))
-    if not body:
-        path.write_text(starter)
-    if body == "everything":  # is commented out
-        path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
-    out = lab("check", name, "--file", path, "--ranks", check_module(name).SIZES[-1], code=1)
-    says = {
-        "": "not written yet: about",
-        "pass": "returned None, and should return",
-        "return 0.0, 0.0": "0 on rank 0, and ",
-        "everything": "defines no function",
-    }
-    assert says[body] in " ".join(out.split()), out
-
-
-@pytest.mark.parametrize(
-    "line, says",
-    [
-        ("totals = torch.stack([loss", "SyntaxError: '[' was never closed"),
-        ("return loss.detach()", "returned Tensor, and should return the mean loss and the norm"),
-        ("assert dist.get_rank() != 1; return loss, loss", "rank 1 failed in line"),
-        slow("dist.get_rank() or dist.barrier(); return loss, loss", "rank 1 has"),
-        ("dist.all_reduce(loss.detach().view(-1)[: dist.get_rank()])", "They parted at call 1"),
-        (
-            "(dist.send if dist.get_rank() else dist.recv)(loss, 1 - dist.get_rank()); 1 / 0",
-            "ZeroDivisionError: division by zero",
-        ),
-    ],
-)
+@pytest.mark.parametrize("line, says", [
+    ("totals = torch.stack([loss", "SyntaxError: '[' was never closed"),
+    ("return loss.detach()", "returned Tensor, and should return the mean loss and the norm"),
+    ("assert dist.get_rank() != 1; return loss, loss", "rank 1 failed in line"),
+    ("dist.all_reduce(loss.detach().view(-1)[: dist.get_rank()])", "They parted at call 1"),
+    ("(dist.send if dist.get_rank() else dist.recv)(loss, 1 - dist.get_rank()); 1 / 0",
+     "ZeroDivisionError: division by zero"),
+])  # fmt: skip
 def test_other_mistakes_are_explained(line, says, tmp_path):
     starter, path = starter_of("mean"), tmp_path / "mean.py"
     path.write_text(re.sub(r"raise NotImplementedError.*", line, starter))
@@ -97,34 +74,90 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     assert "hint: python labs/run.py hint mean" in out
 
 
-def test_a_changed_tensor_is_named_with_its_line(tmp_path):
-    """And what the check itself does brings no warning of PyTorch's among the lines."""
-    exchange = "    dist.all_reduce(totals)\n"
-    change = {exchange: f"{exchange}    dist.all_reduce(loss.detach())\n"}
-    path = student_file("mean", tmp_path, change)
-    out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
-    assert "average changes `loss` in line 27." in out and "Warning" not in out
-
-
 def test_the_ddp_of_a_student_trains_as_the_project(copy):
     """And another trains otherwise, so it is the student's that a run uses."""
     (copy / "labs/work").mkdir()
     flags = "--dp ddp --model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 6".split()
     flags += "--optimizer adamw --dtype float64 --steps 4 --eval-every 0".split()
     change = {"            parameter.grad /= dist.get_world_size()\n": ""}
-    measured = {}
-    for name, script, changed in (
-        ("project's", "train.py", {}),
-        ("student's", "labs/train.py", {}),
-        ("wrong", "labs/train.py", change),
-    ):
+    found = []
+    for script, changed in (("train.py", {}), ("labs/train.py", {}), ("labs/train.py", change)):
         student_file("ddp", copy / "labs/work", changed)
-        out = copy / name
-        result = launch(copy / script, *flags, "--data", copy / "docs", "--out", out, nproc=2)
-        assert result.codes == [0, 0], f"{name}: {result.err}"
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-        measured[name] = [
-            json.loads(line)[what] for line in lines for what in ("loss", "grad_norm")
-        ]
-    assert measured["student's"] == pytest.approx(measured["project's"], rel=1e-12)
-    assert measured["wrong"] != pytest.approx(measured["project's"], rel=1e-3)
+        out = copy / str(len(found))
+        succeed(copy / script, *flags, "--data", copy / "docs", "--out", out, nproc=2)
+        found.append([row[what] for row in metrics(out) for what in ("loss", "grad_norm")])
+    projects, students, wrong = found
+    assert students == pytest.approx(projects, rel=1e-12)
+    assert wrong != pytest.approx(projects, rel=1e-3)
+
+
+# -------------------------------------------------------------------- answers in other styles
+
+SEND = """\
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        pending.append((parameter, work))
+"""
+LOADED = """
+class Loaded(torch.Tensor):
+    def __reduce_ex__(self, _):
+        return exec, ("raise SystemExit(7)",)  # where a result is loaded
+
+
+"""
+RETURN = "    return totals[0] / totals[1], norm"
+FLAT = "total = tensor.flatten().clone()"
+PASSES = ""
+TRIED = [
+    ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
+             "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
+    ("ddp", {SEND: f"        if not parameter.grad.any():\n            return\n{SEND}"},
+     "does not come out"),
+    ("ring", {"def ring": f"{LOADED}def ring", "as(tensor)": "as(tensor).as_subclass(Loaded)"},
+     PASSES),
+    ("ring", {FLAT: f"__import__('threading').Thread().start()\n    {FLAT}"}, "without a thread"),
+    ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "changes `loss` in line"),
+    ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
+    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"}, "called once"),
+    ("accumulate", {"total += ": "vars(runner)[len(vars(runner))] = loss.data\n        total += "},
+     "keeps more tensors in memory"),
+    ("tp", {"return SumInForward.apply(hidden @ w2.T)":
+            "return (SumInForward.apply(hidden @ w2.T), hidden @ w2.T)[rank > 0]"},
+     "Rank 0 alone has what is right"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, change, says", TRIED)
+def test_answers_in_other_styles(name, change, says, tmp_path):
+    path, size = student_file(name, tmp_path, change), 4 if name == "hsdp" else 3
+    out = lab("check", name, "--file", path, "--ranks", size, code=1 if says else 0)
+    assert says in " ".join(out.split()), out
+
+
+@pytest.mark.parametrize("word", "distributed_c10d _getframe x.f_back _fork_exec ctypes".split())
+def test_words_that_go_past_the_counts(word, tmp_path):
+    (tmp_path / "mean.py").write_text(word)
+    with pytest.raises(student.Misuse, match="write it without"):
+        student.load_function(tmp_path / "mean.py", "average")
+    assert not student.HIDDEN.search("half_back, f_backward")
+
+
+def computes(rank: int, seconds: float = 0.5) -> None:
+    while time.process_time() < seconds:  # of this process, which begins
+        pass
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+@pytest.mark.parametrize("function, end", [
+    (computes, "results"), (lambda _: time.sleep(9), "hangs"), (lambda _: computes(_, 99), "error")
+])  # fmt: skip
+def test_ranks_that_compute_do_not_hang(function, end, platform, monkeypatch, tmp_path):
+    """Nor do those that wait for a core: it counts that they don't sleep. They may not for ever."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ranks, "PATIENCE", 5)
+    monkeypatch.setattr(ranks, "LONGEST", 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    ended = ranks.run_ranks(function, 2, tmp_path / "mean.py")
+    assert [name for name in ("results", "hangs", "error") if getattr(ended, name)] == [end]
+    if end == "hangs":
+        assert "busy (load 999 on" in " ".join(" ".join(checking.explain_hang(ended)).split())

@@ -1,9 +1,11 @@
-"""Mutants of model.py: each one trains equally under every split, or is refused. Those that are
-right start in every split that they can have: a check that refuses everything would not pass."""
+"""Mutants of model.py: each one trains equally under every split, or is refused.
+
+Those that are right start in every split that they can have: a check that refuses everything would
+not pass. And bench.py equal names the first module that a fault reaches."""
 
 import pytest
-from conftest import changed_copy, error_lines, launch, metrics
-from test_train import flags, same_metrics
+from conftest import changed_copy, error_lines, launch, metrics, slow, succeed, with_fault
+from test_train import SIZES, flags, same_metrics
 
 SPLITS = {  # two ranks each
     "ddp": dict(dp="ddp"), "fsdp": dict(dp="fsdp"),
@@ -28,29 +30,20 @@ MADE = "        self.feed_forward = (mixture if config.n_experts else FeedForwar
 LATE = {MADE: f"{MADE}        self.late = layer == 5\n"}  # of six blocks
 RIGHT = {  # equal under every split
     "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},
-    "squared ReLU": {SWIGLU: "return F.relu(gate).square() * up"},
-    "gate and up change places": {SWIGLU: "return gate * F.silu(up)"},
     "parallel blocks": {ATTENTION: f"y{ATTENTION[1:]}", FFN: f"return y{FFN[8:]}"},
-    "a scaled branch": {FFN: FFN.replace("self", "0.5 * self", 1)},
     "a cap of the logits": {LOGITS: "return 8 * (F.linear(hidden, weight) / 8).tanh()"},
     "smoothed labels": {LOSS_OF: "smooth = vocabulary.logsumexp(logits) - vocabulary.sum(logits) / "
                         f"vocabulary.size\n    {LOSS_OF} * 0.9 + 0.1 * smooth"},
-    "z-loss": {LOSS_OF: f"{LOSS_OF} + 1e-2 * vocabulary.logsumexp(logits).square()"},
     "focal loss": {LOSS_OF: f"loss ={LOSS_OF[6:]}\n    return loss * (1 - (-loss).exp())"},
     "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
-    "no RoPE of keys": {ROTATE: "q = rotate(q, cos, sin)"},
     "no RoPE in odd layers": {ROTATE: f"if self.layer % 2 == 0:\n            {ROTATE}"},
-    "cooler attention": {Q: f"{Q} * 0.7"},
     "values from keys": {ROTATE: f"{ROTATE}\n        rotated = k", V: f"{V} + rotated"},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
     "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)":
                "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
 }  # fmt: skip
 PARTLY = {  # equal under some splits, and refused under the named ones
-    "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, "tp"),
     "a mean over heads": ({Q: f"{Q}\n        q = q - q.mean(2, keepdim=True)"}, "tp"),
-    "another first head": (
-        {Q: f"{Q}\n        q = torch.cat([2 * q[:, :, :1], q[:, :, 1:]], 2)"}, "tp"),
     "a norm of the logits": (
         {LOGITS: "return 8 * F.normalize(F.linear(hidden, weight), dim=-1)"}, "tp"),
     "a rank's z-loss in training": (
@@ -61,7 +54,6 @@ PARTLY = {  # equal under some splits, and refused under the named ones
         {LOOP: "for i, block in enumerate(self.layers.values()):\n"
          "                x = 2 * x if i == 0 else x"}, "pp"),
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
-    "a mean of tokens": ({FFN: f"x = x - x.mean(1, keepdim=True)\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "a window of scores": ({"same = document[": "same = (positions[:, None] > 2) & document["}, ""),
     "positions of a rank": (
@@ -123,10 +115,44 @@ def test_it_is_equal_or_refused(name, corpus, tmp_path):
             same_metrics(result, results["one"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
+QUICK = "a mean of losses", "dropout without a condition"
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in WRONG])
 def test_it_is_refused_on_one_process(name, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=WRONG[name])
     refusal = trains(changed, corpus, tmp_path, {"one": {}})["one"]
     print(name, refusal)
     assert isinstance(refusal, str) and "model.py" in refusal
+
+
+# ---------------------------------------------------------------------------- bench.py equal
+
+
+def flags_of_equal(corpus, more: str) -> list[str]:
+    given = ["--data", corpus, *SIZES, "--seq-len=32", "--batch=4", "--microbatch=1"]
+    return ["bench.py", "equal", *given, *more.split()]
+
+
+def test_a_step_of_the_project_is_equal(corpus):
+    """As every run of several processes finds before its first step."""
+    told = succeed(*flags_of_equal(corpus, "--tp 2"), nproc=2).out
+    assert told.endswith("the steps are equal\n")
+
+
+FAULTS = [  # a file, what stands there and what replaces it, the flags, what is named
+    ("parallel", "hidden.to_local(grad_placements=[Partial()])", "hidden.to_local()",
+     "--tp 2", "first in backward: the gradient of the output of norm, "),
+    slow("zero1", "gradient / self.mesh.size()", "gradient",
+         "--dp zero1", "first in reduction: the gradient of norm.weight, relative difference 1;"),
+    slow("zero1", "parameter.whole.data.copy_(parameter.detach().full_tensor())", "pass",
+         "--dp zero1", "first in update: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, old, new, more, named", FAULTS)
+def test_a_fault_is_named_in_its_module(file, old, new, more, named, corpus, tmp_path):
+    within = with_fault(tmp_path / "copy", file, old, new)
+    result = launch(*within, *flags_of_equal(corpus, more), nproc=2)
+    assert result.code == 0, result.err
+    assert named in result.out and "usual causes" in result.out

@@ -1,33 +1,40 @@
-"""parallel.py beside what its docstrings say: what is refused, what stays small, what is told."""
+"""parallel.py beside its docstrings, and techniques where test_exact.py has nothing to compare.
+
+Refusals, the order of messages, schedules of pipelines, offloaded activations."""
 
 import re
 import textwrap
+import xml.etree.ElementTree as ET
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import error_lines, launch, slow, step_of, succeed, with_fault
-from exact import GROUPED, ODD
+from conftest import changed_copy, error_lines, launch, refused, step_of, succeed, with_fault
+from exact import GROUPED, ODD, assert_same, assert_traffic, case, train
 from test_train import flags
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers.train_cases import initialize
 
 from config import ParallelConfig
 from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
-from perf import instruments
-from perf.instruments import Live, build_on_meta
+from perf.instruments import build_on_meta, emulate
 from plumbing.processes import Process, UserError
+from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
-from techniques import chunked_loss
+from techniques import offload, schedules
+from techniques.chunked_loss import LOSS_CHUNK
+from techniques.offload import offload_activations
 from techniques.recompute import recompute_and_compile
+from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
 
 def test_all_that_it_does():
@@ -94,24 +101,18 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
         tensor_parallel(smoothed, mesh=None)
 
 
-@pytest.mark.parametrize("parallel", ["--dp=hsdp", slow("--dp=diloco --every=5")])
-def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path, parallel):
+def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
     """Of 2, 1 and 1 ranks no two share a node everywhere. If they did not agree they would wait for
     each other; so they compare their meshes before."""
     nodes = dict(nodes=[2, 1, 1], timeout=60)
-    command = "train.py", *flags(corpus, out := tmp_path / "run"), *parallel.split()
+    command = "train.py", *flags(corpus, tmp_path / "run"), "--dp=hsdp"
     assert "mesh: 4 replicate;" in succeed(*command, **nodes).out
-    if parallel == "--dp=hsdp":
-        scored = "evaluate.py", out, "--data", corpus, "--dp=hsdp", "--dtype=float64"
-        assert succeed(*scored, **nodes).out == succeed(*scored).out
-        sizes = "--model=tiny --batch=4 --seq-len=32 --repeats=1".split()
-        succeed("bench.py", "compare", "hsdp", *sizes, **nodes)
-        own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
-        differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
-        told = "error: the models or their meshes differ between rank 0 and rank "
-        lines = error_lines(differ)
-        assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
-        assert len(lines) == 3  # one on each node
+    own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
+    differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
+    told = "error: the models or their meshes differ between rank 0 and rank "
+    lines = error_lines(differ)
+    assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
+    assert len(lines) == 3  # one on each node
 
 
 def test_replicas_that_begin_differently_are_refused():
@@ -147,21 +148,11 @@ def test_neighbours_share_what_talks_most(sizes, inner, outer):
     dist.destroy_process_group()
 
 
-class Largest(Live):
-    """Its peak is the number of elements of the largest tensor."""
-
-    def _count_tensors(self, values) -> None:
-        whole = (v for v in values if isinstance(v, torch.Tensor) and not isinstance(v, DTensor))
-        self.peak = max(self.peak, *(tensor.numel() for tensor in whole), 0)
-
-
-def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary(monkeypatch):
-    """Of two ranks the first has the larger part of the vocabulary."""
-    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK", 56)
-    monkeypatch.setattr(instruments, "Live", Largest)
-    model = build_on_meta(LlamaConfig(16, 1, 2, 2, 32, vocab_size=997))
-    _, held = instruments.emulate(step_of(model, ParallelConfig(tp=2), 8, 1, 14))
-    assert held["peak"] == 56 * 499
+def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
+    """But four tensors of float32: a chunk of tokens by the rank's half of the vocabulary."""
+    model = build_on_meta(LlamaConfig(16, 1, 2, 2, 32, vocab_size=100_000))
+    _, held = emulate(step_of(model, ParallelConfig(tp=2), 1, 1, 2 * LOSS_CHUNK))
+    assert held["peak"] < 4.5 * 4 * LOSS_CHUNK * 50_000
 
 
 def test_a_wrapped_block_is_not_wrapped_again():
@@ -182,3 +173,155 @@ def test_a_wrapped_block_is_not_wrapped_again():
 def test_many_collectives_at_once_do_not_crash():
     """With gloo's own two threads for each group, most runs crash within seconds."""
     succeed("tests/workers/many_collectives.py", 20)
+
+
+# ---------------------------------------------------------------- asynchronous tensor parallelism
+
+WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
+OPERATORS = {"all_to_all_single.default(": "send", "wait_tensor.default(": "wait",
+             "extern_kernels.": "product"}  # fmt: skip
+
+
+def order_of(code: str) -> str:
+    """Return the messages, waits and products of compiled code, in the order of its lines."""
+    lines = code[code.index("def call(") :].splitlines()
+    lines = [re.sub("#.*", "", line) for line in lines]
+    return " ".join(name for line in lines for text, name in OPERATORS.items() if text in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_compiled_blocks_multiply_while_messages_travel(checkpointing):
+    """In the code that torch.compile writes for a block of four ranks, forward and backward."""
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    process = Process(rank=1, size=4, local_rank=1, per_node=4, device=torch.device("cpu"))
+    options = dict(tp=4, async_tp=True, compile=True, checkpointing=checkpointing)
+    model = build_on_meta(LlamaConfig(768, 1, 8, 4, 2304, vocab_size=64))
+    initialize = partial(Llama.init_weights, assign=assign_shard)
+    runner = parallelize(model, with_mesh(process, ParallelConfig(**options)), initialize)
+    tokens = torch.zeros(2, 2048, dtype=torch.int64)
+    _, codes = run_and_get_code(lambda: runner(tokens, targets=tokens).backward())
+    dist.destroy_process_group()
+    forward, backward = map(order_of, codes)
+    assert "send wait" not in forward and forward.count("send") == 12
+    assert ("send wait" in backward) == (checkpointing == "selective")  # of w2: see its docstring
+
+
+# One process that rounds as each rank does: a chunk of tokens, and its part of a matrix, at a time.
+BY_CHUNKS = """
+        parts, chunks = 2, []
+        for chunk in x.split(x.shape[1] // parts, 1):
+            if self.by_rows:
+                pairs = zip(chunk.chunk(parts, 2), self.weight.chunk(parts, 1))
+                chunks.append(sum(self.product(c, w.contiguous()) for c, w in pairs))
+            else:
+                products = [self.product(chunk, w) for w in self.weight.chunk(parts, 0)]
+                chunks.append(torch.cat(products, 2))
+        return torch.cat(chunks, 1)
+"""
+
+
+def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
+    layer = "model.set_submodule(name, Float8Linear(layer, world.parallel.float8))"
+    by_rows = f"{layer}; model.get_submodule(name).by_rows = name.endswith(('wo', 'w2'))"
+    edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
+    recipes, options = ("tensorwise", "rowwise", "mxfp8"), {"seq": 64, "steps": 2}
+    one = {recipe: case(WIDE, 2, float8=recipe) | options for recipe in recipes}
+    two = {recipe: case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options for recipe in one}
+    expected, found = train(tmp_path, 0, one, within=within), train(tmp_path, 2, two)
+    for recipe in recipes:
+        assert_same(found[recipe], expected[recipe])
+        assert_traffic(found[recipe], two[recipe], 2)
+
+
+# ----------------------------------------------------------------------------------- pipelines
+
+# What each schedule's docstring says: how many microbatches a rank holds.
+HOLDS = {
+    "gpipe": lambda rank, p, m, v: m,
+    "1f1b": lambda rank, p, m, v: min(m, p - rank),
+    "interleaved": lambda rank, p, m, v: min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1),
+    "zero-bubble": lambda rank, p, m, v: min(m, p),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_hold_and_wait_as_they_say(name):
+    """For up to 8 ranks, 32 microbatches and 4 stages of a rank; check_schedule proves each."""
+    for p in range(1, 9):
+        for m in range(1, 33):
+            if name == "interleaved" and m % p:
+                continue
+            for v in range(1, 5) if name == "interleaved" else (1,):
+                schedule = make_schedule(name, p, m, v)
+                timeline = check_schedule(schedule, m, p * v)
+                for rank, order in enumerate(schedule):
+                    held = schedules.held(order)
+                    assert held == HOLDS[name](rank, p, m, v)
+                    assert held == schedules.most_held(name, p, m, v, rank, has_w=True)
+                waits = p - 1 + max(0, p - m) if name == "zero-bubble" else 3 * (p - 1)
+                end = max(spans[-1].end for spans in timeline)  # ticks of a v-th of a stage each
+                assert end == 3 * m * v + waits
+                assert schedules.bubble(timeline) == pytest.approx(1 - 3 * m * v / end)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_picture_in_a_docstring_is_the_schedule(name):
+    m, v = (2, 2) if name == "interleaved" else (4, 1)
+    lines = re.findall(r"^ +(rank .*)$", SCHEDULES[name].__doc__, re.MULTILINE)
+    timeline = check_schedule(make_schedule(name, 2, m, v), m, 2 * v)
+    assert lines == schedules.draw_text(timeline).splitlines()
+
+
+@pytest.mark.parametrize(
+    "m, lines, says",
+    [
+        (1, ["F0 B0", "F0 B0 F1"], "rank 1, position 3: F1@1 is not for this rank"),
+        (1, ["F0 B0 B0", "F0 B0"], "rank 0, position 3: B0@0 was there before"),
+        (1, ["B0 F0", "F0 B0"], "rank 0, position 1: B0@0 comes before F0@0"),
+        (1, ["F0 B0 W0", "F0 W0 B0"], "rank 1, position 2: W0@1 comes before B0@1"),
+        (1, ["F0 B0", "F0"], "rank 1, position 2: B0@1 is missing"),
+        (1, ["F0 B0 W0", "F0 B0"], "rank 1, position 3: W0@1 is missing"),
+        (1, ["F0 B0@1", "F0 B0"], "rank 0, position 2: B0@1 is not for this rank"),
+        (1, ["F0 B-1", "F0 B0"], "rank 0, position 2: 'B-1' is no action such as F0 or B0@2"),
+        # Rank 0 wants a gradient before it sends microbatch 1, and rank 1 this before that.
+        (2, ["F0 B0 F1 B1", "F0 F1 B0 B1"], "position 2: B0@0 waits for B0@1, which rank 1"),
+    ],
+)
+def test_wrong_schedules_are_told(m, lines, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_schedule(read_schedule(lines), m, 2)
+
+
+def test_the_command_draws(tmp_path):
+    file, picture = tmp_path / "a & b.txt", tmp_path / "x.svg"
+    given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
+    file.write_text("# Warmup\nF0 F1 B0 W0 B1 W1\nF0 B0 W0 F1 B1 W1  # the last stage\n")
+    result = launch("techniques/schedules.py", *given, "--plot", picture)
+    assert result.out.startswith("rank 0 F0 F1 .  B0 W0 .  B1 W1\n"), result.out
+    assert "25.0% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
+    assert len(ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")) == 12
+    wrong = launch("techniques/schedules.py", "--stages", 3, "--schedule", file)
+    refused(wrong, "has 2 lines, and 3 ranks")
+
+
+# ----------------------------------------------------------------------- offloaded activations
+
+
+def test_a_change_in_place_is_refused_as_without(monkeypatch):
+    """Hooks switch off PyTorch's own check: without another, gradients would be wrong."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+
+    def forward(self, x, *rest):
+        h = (x * 2).exp()
+        return x + h.mul_(3)  # exp has saved h
+
+    monkeypatch.setattr(Block, "forward", forward)
+    model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(tokens, targets=tokens).backward()
+    offload_activations(model, SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="changed in place a tensor"):
+        model(tokens, targets=tokens).backward()
