@@ -56,7 +56,7 @@ def all_complete(out: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def processes(name: Path) -> list[int]:
+def processes_of(name: Path) -> list[int]:
     """Return the ids of the processes with this path in their command line."""
     pgrep = subprocess.run(["pgrep", "-f", str(name)], capture_output=True, text=True)
     return [int(line) for line in pgrep.stdout.split()]
@@ -66,7 +66,7 @@ def processes(name: Path) -> list[int]:
 def nothing_survives(tmp_path):
     """Kill the processes that a failed test has left running."""
     yield
-    while left := processes(tmp_path):
+    while left := processes_of(tmp_path):
         kill(left)
         time.sleep(0.1)
 
@@ -110,7 +110,7 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     def check(before: int, victims: list[int], size: int) -> None:
         nonlocal alone, half_written
         print(f"kill of {victims} at step {before}: {hidden(out)}; now {all_complete(out)}")
-        assert size == max(nproc, 1) and not processes(out)
+        assert size == max(nproc, 1) and not processes_of(out)
         assert newest(out) >= before and min(2, before) <= len(all_complete(out)) <= 3
         assert len(hidden(out)) <= 1
         half_written += len(hidden(out))
