@@ -192,7 +192,7 @@ def test_what_is_not_written_is_named(run, tmp_path, command):
 # -------------------------------------------------------------------- two runs in one directory
 
 
-def test_a_directory_belongs_to_one_run_which_goes_on_if_it_is_deleted(corpus, tmp_path):
+def test_a_directory_belongs_to_one_run(corpus, tmp_path):
     out = tmp_path / "run"
     arguments = flags(corpus, out, steps=10**6)
     run = Forks("train.py", *arguments)
@@ -200,18 +200,8 @@ def test_a_directory_belongs_to_one_run_which_goes_on_if_it_is_deleted(corpus, t
     message = f"{out} is in use by process {run.ranks[0]} on {socket.gethostname()}: "
     for options in ([], ["--resume"]):
         refused(launch("train.py", *arguments, *options), message, "another --out")
-    shutil.rmtree(out.rename(tmp_path / "moved"))  # the run must not write in between
-    wait_for_lines(out / "metrics.jsonl", 5)
-    refused(launch("train.py", *arguments), message)
     os.kill(run.ranks[0], signal.SIGINT)
-    result = run.finish()
-    assert result.code == 0 and "Traceback" not in result.err
-    steps = [row["step"] for row in metrics(out)]
-    assert steps == list(range(steps[0], steps[-1] + 1)) and steps[0] > 5
-    warning = f"warning: {out} was deleted or moved: its records begin again at step {steps[0]}\n"
-    assert warning in result.err
-    assert result.err.count("warning") == 1
-    assert (out / "config.json").exists() and all_complete(out) == [f"step-{steps[-1]:08d}"]
+    assert run.finish().code == 0
 
 
 # ------------------------------------------------------------------------------ damaged files

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -134,18 +133,12 @@ def test_a_run_resumes(name, old, tmp_path):
 
 
 def test_a_corpus_opens(old, tmp_path):
-    """Its tokens are those of its files, and those that its tokenizer has for its text now."""
+    """With the checksum that the run has stored. Today's tokens of its text are the same files."""
     tokens, again = old / "tokens", tmp_path / "again"
     tokenizer = load_tokenizer(str(tokens / "tokenizer.model"))
-    train_set, val_set = open_windows([str(tokens)], tokenizer, seq_len=24)
+    train_set, _ = open_windows([str(tokens)], tokenizer, seq_len=24)
     flags = json.loads((old / "run" / STEP / "config.json").read_text())["flags"]
     assert train_set.checksum() == flags["data_checksum"]
-    for windows, split in ((train_set, "train"), (val_set, "val")):
-        # 1,024 bytes of header, and two for each token; neighbouring windows share a token.
-        in_file = np.fromfile(tokens / f"{split}_000000.bin", "<u2", offset=1024)
-        opened = np.concatenate([windows[0][:1], *(windows[i][1:] for i in range(len(windows)))])
-        assert len(opened) > len(in_file) - 24
-        assert np.array_equal(opened, in_file[: len(opened)])
     text, its_tokenizer = old / "counting.txt", old / "notes.model"
     succeed("data.py", "tokenize", text, "--tokenizer", its_tokenizer, "--out", again)
     for path in tokens.iterdir():
