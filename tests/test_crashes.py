@@ -1,6 +1,5 @@
 """Ranks killed during a save, failing disks, two runs in one directory, damaged files."""
 
-import contextlib
 import os
 import re
 import resource
@@ -30,9 +29,7 @@ from conftest import (
 from test_train import flags, flip, same_losses
 from workers.drill import drill, kill, newest
 
-from files import directories
-from files.directories import checkpoints, lock_directory, open_weights, verify
-from plumbing.processes import UserError
+from files.directories import checkpoints, open_weights, verify
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
@@ -235,20 +232,3 @@ def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc,
     for saved in (older, last):
         damage(saved / name)
     refused(launch(*resume, nproc=nproc), str(older), name)
-
-
-@pytest.mark.parametrize("held", [1, 9])
-def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, held):
-    monkeypatch.setattr(directories, "LOCK_SECONDS", 2)
-    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
-    hold += "f.write('process 1 on elsewhere'); f.flush(); print(flush=True); "
-    hold += "time.sleep(float(sys.argv[2]))"
-    command = [sys.executable, "-c", hold, tmp_path / ".lock", str(held)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        refusal = pytest.raises(UserError, match="in use by process 1 on elsewhere: wait for it")
-        with refusal if held > 2 else contextlib.nullcontext():
-            lock_directory(tmp_path)
-        process.kill()
-    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 2 s at most\n"
-    assert capsys.readouterr().err == told

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from conftest import Forks, with_fault
@@ -14,13 +13,6 @@ from test_train import flags
 
 from plumbing.processes import COLLECTIVE_TIMEOUT, GRACE, STUCK_AFTER
 from plumbing.stuck import describe
-
-ASTRAY = {  # what rank 1 does; what the others do; what is said of rank 1
-    "sleeps": ("wait in all_gather", "never called it: "),
-    "order": ("called all_reduce", "called broadcast instead: "),
-    "ahead": ("wait in all_reduce", "never called it: "),
-    "stopped": ("", ""),
-}
 
 
 def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
@@ -66,53 +58,49 @@ def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
     assert patience < COLLECTIVE_TIMEOUT / 2  # before NCCL's watchdog ends all ranks
 
 
-@pytest.fixture(scope="module")
-def astray(tmp_path_factory) -> Path:
-    """A copy in which rank 1 goes astray, and a minute is some seconds."""
+EXTRA = "torch.distributed.broadcast(torch.ones(9), 0)"
+SLEEPS = "time.sleep(999)", "wait in all_gather", "never called it: "
+BROADCASTS = EXTRA, "called all_gather", "called broadcast instead: "
+STOPS = "[time.sleep(3), os.kill(os.getpid(), 19)]", "", ""  # after a heartbeat
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nodes, more, rank_1",
+    [
+        ([3], {}, SLEEPS),
+        ([3], {}, STOPS),
+        ([2, 2], dict(tp=2), BROADCASTS),
+        ([2, 2], dict(pp=2, microbatch=1), SLEEPS),
+    ],
+    ids=["sleeps", "stops", "broadcasts", "sleeps beside a pipeline"],
+)
+def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes, more, rank_1):
+    """In a copy in which a minute is some seconds."""
+    does, others, is_said = rank_1
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
-    fault = "    from tests.workers.astray import astray\n    astray(world, step)\n"
-    _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
+    fault = f"    if world.rank == 1 and step == 4:\n        import os, time\n        {does}\n"
+    worker, copy = with_fault(tmp_path / "copy", "train", place, fault + place)
     path = copy / "plumbing/processes.py"
     short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
     for name, value in short.items():
         text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
         assert path.write_text(text) and n == 1
-    return copy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "nodes, cases, more",
-    [
-        ([3], ASTRAY, {}),
-        ([2, 2], ["order"], dict(tp=2)),
-        ([2, 2], ["sleeps", "stopped"], dict(pp=2, microbatch=1)),
-    ],
-)
-def test_a_rank_that_goes_astray_is_named_with_its_line(
-    corpus, tmp_path, astray, nodes, cases, more
-):
-    """In several ways at once, each in a run of its own."""
-    runs, line = {}, r"([\w/]+\.py):(\d+)"
-    for case in cases:
-        arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2, **more)
-        run = ["tests/workers/in_copy.py", astray, "train.py", *arguments]
-        runs[case] = Forks(*run, nodes=nodes, timeout=400)
-    for case, run in runs.items():
-        others, one = ASTRAY[case]
-        if case == "stopped":
-            assert gone_in_time(run.ranks[0], 100)
-            os.kill(run.ranks[1], signal.SIGKILL)
-        err = run.finish().err
-        (error,) = {*re.findall("^error: (.*); --resume continues from step-00000002$", err, re.M)}
-        if case == "stopped":
-            expected = rf"rank 1 on \S+ \(last at step 3, {line}\) has died or is frozen$"
-        else:
-            waiting = " ".join(str(rank) for rank in range(sum(nodes)) if rank != 1)
-            expected = rf"ranks {waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {one}{line}"
-            (told,) = re.findall(r"^no step for \d+ s: (.*)", err, re.M)
-            assert re.fullmatch(expected, told), told
-        found = re.match(expected, error)
-        assert found, error
-        guilty = (astray / found[1]).read_text().splitlines()[int(found[2]) - 1]
-        assert f"# {case}" in guilty, error
+    arguments = flags(corpus, tmp_path / "run", steps=9, batch=12, save_every=2, **more)
+    run = Forks(worker, copy, "train.py", *arguments, nodes=nodes, timeout=400)
+    if rank_1 is STOPS:
+        assert gone_in_time(run.ranks[0], 100)
+        os.kill(run.ranks[1], signal.SIGKILL)
+    err = run.finish().err
+    (error,) = {*re.findall("^error: (.*); --resume continues from step-00000002$", err, re.M)}
+    line = r"([\w/]+\.py):(\d+)"
+    if rank_1 is STOPS:
+        expected = rf"rank 1 on \S+ \(last at step 3, {line}\) has died or is frozen$"
+    else:
+        waiting = " ".join(str(rank) for rank in range(sum(nodes)) if rank != 1)
+        expected = rf"ranks {waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {is_said}{line}"
+        (told,) = re.findall(r"^no step for \d+ s: (.*)", err, re.M)
+        assert re.fullmatch(expected, told), told
+    found = re.match(expected, error)
+    assert found, error
+    assert does in (copy / found[1]).read_text().splitlines()[int(found[2]) - 1], error
