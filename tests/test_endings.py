@@ -21,7 +21,6 @@ from conftest import (
     ENVIRONMENT,
     ROOT,
     Forks,
-    Result,
     error_lines,
     finish,
     launch,
@@ -83,19 +82,15 @@ def gone_in_time(process: int, seconds: float = 10) -> bool:
 # ----------------------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupted(result: Result) -> None:
-    """Assert that a run ended as Ctrl-C should end it."""
-    assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]
-    assert "Traceback" not in result.err and result.code == 128 + signal.SIGINT
-
-
 def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     out = tmp_path / "data/tokens"
     (text := tmp_path / "text.txt").write_text("one two three\n" * 5_000_000)
     run = start("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     wait_until(lambda: list(out.parent.glob(".tokens-by-*")), run)
     run.send_signal(signal.SIGINT)
-    interrupted(finish(run))
+    result = finish(run)
+    assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]
+    assert "Traceback" not in result.err and result.code == 128 + signal.SIGINT
     assert not list(out.parent.iterdir())
 
 
