@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import launch, refused, slow, succeed
 from test_formats import Evil
-from test_train import flags
+from test_train import CONFIG, flags
 
 import checkpoint
 from config import ParallelConfig
@@ -20,14 +20,13 @@ from files import directories
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from generate import generate
-from model import Llama, LlamaConfig
+from model import Llama
 from plumbing.processes import UserError, init_distributed
 from runs.records import best_loss
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
-CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
