@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import tracemalloc
@@ -14,13 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import SHARED
 from test_formats import our_model, saved, saved_hf, stored
 from test_published import write
 
 import report
 from checkpoint import load_pretrained
-from data import open_token_file, open_windows, tokenize, tokenizer_of_token_files
+from data import open_windows, tokenize, tokenizer_of_token_files
 from files import directories, formats
 from files.adapters import gather_adapters, save_adapter
 from lora import LoRA, add_adapters
@@ -222,53 +220,16 @@ def test_damaged_files_are_read_or_refused(name, files, monkeypatch):
     path.write_bytes(original)
 
 
-ATTACKS = {  # what found files begin with -> as which file, or by which reader they are read
-    "config": "config.json",
-    "index": "model.safetensors.index.json",
-    "st": "model.safetensors",
-    "corpus": "text.jsonl",
-    "datajson": read_tokens,
-    "tok": read_tokenizer,
-    "report_config": read_run,
-    "own_layers": load_pretrained,
-    "own_logits": load_pretrained,
-    "own_no": load_pretrained,
-}
-
-
-@pytest.mark.parametrize("kind", ATTACKS)
-def test_attacks_that_succeeded_are_refused(kind, files, tmp_path, monkeypatch):
-    if not (found := sorted((SHARED.parent / "cases/attacks").glob(f"{kind}_*"))):
-        pytest.skip(f"needs {SHARED.parent}/cases/attacks")
-    monkeypatch.setattr(directories, "verify", lambda *_, **__: None)
-    read, name = ATTACKS[kind], ATTACKS[kind]
-    for case in found:
-        if isinstance(name, str):
-            home = shutil.copytree(files / "hf", tmp_path / case.name)
-            shutil.copyfile(case, home / name)
-            read = partial(read_text, name) if kind == "corpus" else load_pretrained
-        said = refusal(read, case if case.is_dir() else home)
-        assert case.name in said and said.translate(ESCAPED) == said, case
-
-
-def with_regex(content: dict) -> None:
+def test_a_tokenizer_takes_bounded_memory_and_time(files, tmp_path):
+    path = shutil.copytree(files / "yi", tmp_path / "yi") / "tokenizer.json"
+    huge, slow = (json.loads(path.read_text()) for _ in range(2))
+    huge["model"]["vocab"]["zz"] = 4 * 10**9
     split = dict(type="Split", pattern={"Regex": "(a+a+)+b"}, behavior="Isolated", invert=False)
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (lambda content: content["model"]["vocab"].update(zz=4 * 10**9), "4,000,000,000"),
-        (with_regex, "cannot encode a text"),
-    ],
-)
-def test_a_tokenizer_takes_bounded_memory_and_time(change, says, files, tmp_path):
-    home = shutil.copytree(files / "yi", tmp_path / "yi")
-    change(content := json.loads((home / "tokenizer.json").read_text()))
-    (home / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=says):
-        load_tokenizer(str(home)).encode("a" * 40)
+    slow["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
+    for content, says in ((huge, "4,000,000,000"), (slow, "cannot encode a text")):
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=says):
+            load_tokenizer(str(path.parent)).encode("a" * 40)
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])
@@ -283,18 +244,6 @@ def test_a_small_file_may_hold_gigabytes(name, tmp_path, monkeypatch):
     tracemalloc.stop()
 
 
-def test_a_corpus_may_have_more_files_than_are_allowed_at_first(files):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (60 + len(os.listdir("/proc/self/fd")), hard))
-    try:
-        opened = [open_token_file(files / "tokens/train_000000.bin") for _ in range(200)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(opened) == 200
-
-
 def test_an_error_is_one_line_whatever_it_names():
     assert str(UserError("a\x1b[2J\nb" + "c" * 9999)).startswith(r"a\x1b[2J\nbcc")
     assert len(str(UserError("c" * 9999))) == 2000
-    with pytest.raises(UserError, match="no tokenizer 'python-999999999999'"):
-        load_tokenizer("python-999999999999")

@@ -1,5 +1,6 @@
 """Signals at any instant, the death of a rank or of torchrun, and failures that one rank meets."""
 
+import itertools
 import math
 import os
 import pty
@@ -9,16 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     ENVIRONMENT,
     ROOT,
     Forks,
-    Result,
     error_lines,
     finish,
     launch,
@@ -30,15 +32,15 @@ from conftest import (
     wait_for_lines,
     with_fault,
 )
-from test_crashes import nothing_survives, processes  # noqa: F401 (a fixture)
+from test_crashes import nothing_survives, processes_of  # noqa: F401 (a fixture)
 from test_docs import slurm_script
-from test_train import CONFIG, flags, same_losses
+from test_train import CONFIG, flags
 from workers.drill import ranks_of
 
 from config import ParallelConfig
 from model import Llama
 from perf.instruments import random_batch
-from plumbing import endings
+from plumbing import endings, processes
 from plumbing.processes import UserError
 from runs import records
 from techniques.optimizers import make_optimizer
@@ -80,63 +82,32 @@ def gone_in_time(process: int, seconds: float = 10) -> bool:
 # ----------------------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupted(result: Result) -> None:
-    """Assert that a run ended as Ctrl-C should end it."""
-    assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]
-    assert "Traceback" not in result.err and result.code == 128 + signal.SIGINT
-
-
-def test_ctrl_c_during_imports():
-    scripts = "train data generate checkpoint bench finetune_lora".split()
-    runs = []
-    for i, script in enumerate(scripts):
-        run = start(f"{script}.py", "--help")
-        wait_until(lambda run=run: has_begun(run.pid), run)
-        time.sleep(i * 0.05)
-        run.send_signal(signal.SIGINT)
-        runs.append(run)
-    for run in runs:
-        interrupted(finish(run))
-
-
 def test_ctrl_c_leaves_no_half_written_data(tmp_path):
-    """While it is written; and just before, when the thread comes to look after the main thread has
-    set another handler."""
     out = tmp_path / "data/tokens"
     (text := tmp_path / "text.txt").write_text("one two three\n" * 5_000_000)
-    command = "tokenize", text, "--tokenizer", "bytes", "--out", out
-    run = start("data.py", *command)
+    run = start("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     wait_until(lambda: list(out.parent.glob(".tokens-by-*")), run)
     run.send_signal(signal.SIGINT)
-    interrupted(finish(run))
-    entered = "    with endings.ctrl_c_raises():\n"
-    fault = f"    os.kill(os.getpid(), 2)\n{entered}"
-    _, copy = with_fault(tmp_path / "copy", "new_files", entered, fault)
-    interrupted(finish(start(copy / "data.py", *command)))
+    result = finish(run)
+    assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]
+    assert "Traceback" not in result.err and result.code == 128 + signal.SIGINT
     assert not list(out.parent.iterdir())
 
 
-@pytest.mark.parametrize(
-    "begin, nproc, parallel",
-    [(Forks, 0, {}), (Forks, 2, {}), slow(start, 2, dict(pp=2, microbatch=1))],
-)
-def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, begin, nproc, parallel):
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, nproc):
     out = tmp_path / "run"
-    run = begin("train.py", *flags(corpus, out, steps=10**6, **parallel), nproc=nproc)
+    run = Forks("train.py", *flags(corpus, out, steps=10**6), nproc=nproc)
     wait_for_lines(out / "metrics.jsonl", 5)
-    if begin is start:  # a terminal sends the signal to torchrun and to every process it started
-        os.killpg(run.pid, signal.SIGINT)
-        result = finish(run)  # torchrun reports the signal with a code of its own
-    else:
-        for rank in run.ranks:
-            os.kill(rank, signal.SIGINT)
-        result = run.finish()
-        assert result.code == 0 and "Traceback" not in result.err
+    for rank in run.ranks:
+        os.kill(rank, signal.SIGINT)
+    result = run.finish()
+    assert result.code == 0 and "Traceback" not in result.err
     assert "with --resume goes on" in result.out
     (saved,) = sorted(out.glob("step-*"))
     stopped = metrics(out)[-1]["step"]
     assert saved.name == f"step-{stopped:08d}" and stopped >= 5
-    arguments = flags(corpus, out, steps=stopped + 2, **parallel)
+    arguments = flags(corpus, out, steps=stopped + 2)
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
@@ -158,44 +129,6 @@ def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
     assert (out / "step-00000005").exists() and "val_loss" not in metrics(out)[-1]
 
 
-def descendants(process: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have started."""
-    pgrep = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True)
-    children = [int(line) for line in pgrep.stdout.split()]
-    return children + [p for child in children for p in descendants(child)]
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_step(corpus, tmp_path):
-    """The first step compiles for some seconds, in processes of its own, which end too."""
-    out = tmp_path / "run"
-    run = start("train.py", *flags(corpus, out, steps=9), "--compile")
-    wait_until((out / "config.json").exists, run)
-    wait_until(lambda: descendants(run.pid), run)
-    time.sleep(1)
-    children = descendants(run.pid)
-    for _ in range(2):
-        assert run.poll() is None
-        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-        time.sleep(0.5)
-    interrupted(finish(run, timeout=5))
-    assert all(map(gone_in_time, children))
-    assert not list(out.glob("step-*"))
-
-
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun(tmp_path):
-    """While rank 1 waits for rank 0, which tokenizes a long text."""
-    (text := tmp_path / "text.txt").write_text("one two three\n" * 10_000_000)
-    run = start("train.py", "--data", text, "--tokenizer=bytes", "--out", tmp_path / "o", nproc=2)
-    ranks(run)
-    time.sleep(5)
-    sent = time.monotonic()
-    os.killpg(run.pid, signal.SIGINT)
-    result = finish(run)
-    assert error_lines(result) == ["error: interrupted"] and time.monotonic() - sent < 10
-
-
 # ------------------------------------------------------------------------- signals that save
 
 
@@ -209,7 +142,7 @@ def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_pa
     finishing = "            self._on_every_rank(lambda: rank == 0 and self._finish("
     fault = f"            time.sleep(45 * (rank == 0))\n{finishing}"
     _, copy = with_fault(tmp_path / "copy", "checkpoint", finishing, fault)
-    runs, to_torchrun = [], ["SIGTERM", "SIGHUP", "SIGUSR1"]
+    runs, to_torchrun = [], ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     for name in (*to_torchrun, "rank 1", "--time-limit"):
         out = tmp_path / name
         limit = dict(time_limit="0:01") if name == "--time-limit" else {}
@@ -230,20 +163,18 @@ def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_pa
         assert name == "rank 1" or f"{name}: this step ends, then" in result.err
 
 
-@pytest.mark.parametrize("nproc", [0, slow(2)])
-def test_a_closed_terminal(corpus, tmp_path, nproc):
+def test_a_closed_terminal(corpus, tmp_path):
     """Which takes no more output, and sends SIGHUP."""
-    out, torchrun = tmp_path / "run", ["-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={nproc}"] if nproc else []
-    command = [sys.executable, *command, ROOT / "train.py", *flags(corpus, out, steps=10**6)]
+    out = tmp_path / "run"
+    command = [sys.executable, ROOT / "train.py", *flags(corpus, out, steps=10**6)]
     process, terminal = pty.fork()
     if process == 0:
         os.execve(command[0], list(map(str, command)), ENVIRONMENT)
     wait_for_lines(out / "metrics.jsonl", 5)
     os.close(terminal)
     assert gone_in_time(process, 60)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == (1 if nproc else 0)
-    assert len(list(out.glob("step-*"))) == 1 and not processes(out)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert len(list(out.glob("step-*"))) == 1 and not processes_of(out)
 
 
 def test_the_time_limit_counts_from_the_start_of_the_process():
@@ -254,20 +185,16 @@ def test_the_time_limit_counts_from_the_start_of_the_process():
     assert received == [signal.SIGALRM] and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch):
+    monkeypatch.setattr(endings, "end_interrupted", partial(pytest.fail, "ended"))
+    with endings.signals_collected() as received:
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT]
+        with pytest.raises(pytest.fail.Exception, match="ended"):
+            signal.raise_signal(signal.SIGINT)
+
+
 # ----------------------------------------------------------------- the death of torchrun or a rank
-
-
-def on_nodes(nodes: int, corpus: Path, out: Path, lrs=(0.01, 0.01)) -> list[subprocess.Popen]:
-    """Start a torchrun for two ranks or, on two nodes, one for each, with these learning rates."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    launches = []
-    for rank, lr in zip(range(nodes), lrs):
-        torchrun = [*meet, f"--node-rank={rank}"]
-        given = flags(corpus, out, steps=10**6, lr=lr)
-        launches.append(start("train.py", *given, nproc=2 // nodes, torchrun=torchrun))
-    return launches
 
 
 @pytest.mark.parametrize(
@@ -280,8 +207,15 @@ def on_nodes(nodes: int, corpus: Path, out: Path, lrs=(0.01, 0.01)) -> list[subp
     ],
 )
 def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed, told):
-    out = tmp_path / "run"
-    launches = on_nodes(nodes, corpus, out)
+    """Of two ranks on a node, or of one on each of two."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    given = flags(corpus, out := tmp_path / "run", steps=10**6)
+    launches = [
+        start("train.py", *given, nproc=2 // nodes, torchrun=[*meet, f"--node-rank={node}"])
+        for node in range(nodes)
+    ]
     both = ranks(*launches)
     if lines:
         wait_for_lines(out / "metrics.jsonl", lines)
@@ -291,65 +225,29 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
         (line,) = error_lines(result)
         if i == killed:
             assert line == "error: torchrun, which started this run, has died"
-        else:
+        else:  # which torchrun repeats at the end of its report
             assert told in line and f"traceback : {line}" in result.err.splitlines()[-2]
-
-
-@pytest.mark.slow
-def test_nodes_started_with_different_flags_are_refused_in_one_line_each(corpus, tmp_path):
-    """Which torchrun repeats, with the exit code, at the end of its report."""
-    for result in map(finish, on_nodes(2, corpus, tmp_path / "run", lrs=(0.01, 0.02))):
-        (line,) = error_lines(result)
-        assert "rank 1 was started with --lr 0.02, rank 0 with --lr 0.01" in line
-        assert f"traceback : {line}" in result.err.splitlines()[-2]  # above the last border
-        assert "exitcode  : 2" in result.err and result.code != 0
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
-    out, whole = tmp_path / "run", tmp_path / "whole"
-    options = dict(steps=300, dtype="float32")
-    arguments = [*flags(corpus, out, save_every=20, **options), "--resume"]
-    process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
-    wait_for_lines(out / "metrics.jsonl", 50)
-    os.kill(ranks(process)[1], signal.SIGKILL)
-    result = finish(process)
-    assert result.code == 0, result.err
-    assert f"resumed from {out / 'step-0'}" in result.out
-    succeed("train.py", *flags(corpus, whole, **options), nproc=2)
-    same_losses(metrics(out), metrics(whole))
 
 
 # -------------------------------------------------------------------- failures that a rank meets
 
 
-def test_a_missing_package_is_one_line():
-    result = subprocess.run([sys.executable, "-S", ROOT / "train.py"], capture_output=True)
-    told = b"error: not installed here: torch, numpy, tiktoken: pip install -r requirements.txt\n"
-    assert (result.returncode, result.stderr) == (2, told)
-
-
-def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "raised, told, shown",
+    [
+        ('ValueError("a reason\\nin two lines")', "ValueError: a reason", "in two lines"),
+        ("SystemExit(3)", "SystemExit: 3", ""),
+        ("KeyboardInterrupt", "KeyboardInterrupt", ""),
+    ],
+)
+def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, shown):
     """While the other rank waits for it in a collective."""
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
-    fault = '    if world.rank == 1:\n        raise ValueError("a reason\\nin two lines")\n'
+    fault = f"    if world.rank == 1:\n        raise {raised}\n"
     script = with_fault(tmp_path / "copy", "train", place, fault + place)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
-    assert error_lines(result) == ["error: rank 1 failed: ValueError: a reason"]
-    assert result.err.count("Traceback") == 1 and "in two lines" in result.err
-    assert result.codes == [1, 1]
-
-
-@pytest.mark.parametrize("told", ["SystemExit: 3", "KeyboardInterrupt"])
-def test_a_rank_that_exits_is_named(corpus, tmp_path, told):
-    step = "    loss = accumulate(runner, batch, microbatch, world)\n"
-    raised = told.replace(": 3", "(3)")
-    fault = f"    if world.rank == 1:\n        raise {raised}\n{step}"
-    script = with_fault(tmp_path / "copy", "train", step, fault)
-    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"), nproc=2)
-    assert error_lines(result) == [f"error: rank 1 failed: {told}"]
-    assert result.codes == [1, 1]
+    assert error_lines(result) == [f"error: rank 1 failed: {told}"] and shown in result.err
+    assert result.err.count("Traceback") == 1 and result.codes == [1, 1]
 
 
 def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
@@ -361,14 +259,27 @@ def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_processes_of_another_launcher_are_refused(name, corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(ENVIRONMENT, name, "4")
-    result = finish(start("train.py", *flags(corpus, tmp_path / "out")))
-    refused(result, f"{name} is 4, and each of these processes would run alone: start torchrun")
+def test_processes_of_another_launcher_are_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(UserError, match=f"{name} is 4, .* would run alone: start torchrun"):
+        processes.init_distributed()
 
 
-def test_a_node_that_reads_for_long_is_waited_for():
-    succeed("tests/workers/meeting.py", nproc=2)
+def test_a_node_that_reads_for_long_is_waited_for(monkeypatch):
+    """At the store. There is no process group here: its collectives would give up at some time."""
+    store, ended = dist.HashStore(), []
+    monkeypatch.setattr(processes, "_store", lambda: store)
+    monkeypatch.setattr(processes, "_meetings", itertools.repeat(0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def read(rank: int) -> str:
+        node = processes.Process(rank, 2, local_rank=0, per_node=1, device=torch.device("cpu"))
+        made = node.local_rank_zero_first(lambda: time.sleep(rank) or ended.append(rank) or "made")
+        return f"{made}, {sorted(ended)}"
+
+    with ThreadPoolExecutor(2) as nodes:
+        assert [*nodes.map(read, (0, 1))] == ["made, [0, 1]"] * 2
 
 
 def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
@@ -397,31 +308,27 @@ def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
     assert all(map(torch.equal, before, state))
 
 
-def test_out_of_memory_is_told_in_one_line(corpus, tmp_path):
-    """With the flags that would fit. The error of a GPU is raised by the model here."""
-    angles = "        cos, sin = rope_angles(self.config, positions)\n"
-    error = 'torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")'
-    fault = f"{angles}        if len(tokens) > 2:\n            raise {error}\n"
-    script = with_fault(tmp_path / "copy", "model", angles, fault)
-    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
-    refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
-    assert int(result.err.split("--microbatch ")[1].split()[0]) < 4
-
-
 @pytest.mark.parametrize(
-    "script, what", [("train", "the validation data"), ("evaluate", "the data")]
-)
-def test_ranks_that_would_evaluate_unequally_are_refused(corpus, text, tmp_path, script, what):
+    "script, file, before, fault, told",
+    [
+        ("train.py", "setup", "    process.check_same_flags(vars(args))\n",
+         "    args.lr += 0.01 * process.rank\n", "rank 1 was started with --lr 0.02, rank 0 with"),
+        ("train.py", "setup", "    rules.choose_steps(args, len(train_set))\n",
+         "    val_set.samples = val_set.samples[process.rank :]\n", "the validation data differ"),
+        ("evaluate.py", "evaluate", '        process.check_same("the data", dataset.checksum())\n',
+         "        dataset.samples = dataset.samples[process.rank :]\n", "the data differ between"),
+    ],
+    ids=["flags", "validation data", "data"],
+)  # fmt: skip
+def test_ranks_with_other_flags_or_data_are_refused(
+    corpus, tmp_path, script, file, before, fault, told
+):
     """As two nodes with other files of one name are: one would wait for the other's batches."""
     out, names = tmp_path / "run", [corpus, corpus]
     arguments = [*flags(corpus, out, eval_every=1), "--val-data", *names]
-    place = "    train_set, val_set = process.local_rank_zero_first(windows)\n"
-    fault = place.replace("\n", "\n    val_set.samples = val_set.samples[process.rank :]\n")
-    if script == "evaluate":
-        succeed("train.py", *flags(corpus, out))
+    if script == "evaluate.py":
+        succeed("train.py", *arguments)
         arguments = [out, "--data", *names]
-        place = "        dataset = process.local_rank_zero_first(read)\n"
-        fault = place.replace("\n", "\n        dataset.samples = dataset.samples[process.rank :]\n")
-    file = "setup" if script == "train" else script
-    copy = with_fault(tmp_path / "copy", file, place, fault)
-    refused(launch(*copy, f"{script}.py", *arguments, nproc=2), f"{what} differ between rank 0")
+    copy = with_fault(tmp_path / "copy", file, before, fault + before)
+    refused(launch(*copy, script, *arguments, nproc=2), told)
+    assert script == "evaluate.py" or not list(out.glob("metrics*"))

@@ -4,27 +4,15 @@ import os
 import re
 import signal
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from conftest import Forks, with_fault
 from test_crashes import nothing_survives  # noqa: F401 (a fixture)
-from test_docs import on_two_nodes
 from test_endings import gone_in_time
 from test_train import flags
 
 from plumbing.processes import COLLECTIVE_TIMEOUT, GRACE, STUCK_AFTER
 from plumbing.stuck import describe
-
-ASTRAY = {  # what rank 1 does; what the others do; what is said of rank 1; a part of its line
-    "sleeps": ("wait in all_gather", "never called it: ", "time.sleep(999)"),
-    "more": ("called all_gather", "called broadcast instead: ", "# more"),
-    "order": ("called all_reduce", "called broadcast instead: ", "# order"),
-    "less": ("wait in all_gather", "never called it: ", "all_gather_object(results"),
-    "alike": ("wait in all_gather", "never called it: ", "all_gather(rows"),
-    "ahead": ("wait in all_reduce", "never called it: ", "# ahead"),
-    "stopped": (None, "", "# stopped"),
-}
 
 
 def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
@@ -70,66 +58,49 @@ def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
     assert patience < COLLECTIVE_TIMEOUT / 2  # before NCCL's watchdog ends all ranks
 
 
-@pytest.fixture(scope="module")
-def astray(tmp_path_factory) -> Path:
-    """A copy in which rank 1 goes astray, and a minute is some seconds."""
+EXTRA = "torch.distributed.broadcast(torch.ones(9), 0)"
+SLEEPS = "time.sleep(999)", "wait in all_gather", "never called it: "
+BROADCASTS = EXTRA, "called all_gather", "called broadcast instead: "
+STOPS = "[time.sleep(3), os.kill(os.getpid(), 19)]", "", ""  # after a heartbeat
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nodes, more, rank_1",
+    [
+        ([3], {}, SLEEPS),
+        ([3], {}, STOPS),
+        ([2, 2], dict(tp=2), BROADCASTS),
+        ([2, 2], dict(pp=2, microbatch=1), SLEEPS),
+    ],
+    ids=["sleeps", "stops", "broadcasts", "sleeps beside a pipeline"],
+)
+def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes, more, rank_1):
+    """In a copy in which a minute is some seconds."""
+    does, others, is_said = rank_1
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
-    fault = "    from tests.workers.astray import astray\n    if astray(world, step):\n"
-    fault += "        return records.Totals(1.0, 1, 1)\n"
-    _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
+    fault = f"    if world.rank == 1 and step == 4:\n        import os, time\n        {does}\n"
+    worker, copy = with_fault(tmp_path / "copy", "train", place, fault + place)
     path = copy / "plumbing/processes.py"
     short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
     for name, value in short.items():
         text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
         assert path.write_text(text) and n == 1
-    return copy
-
-
-def names_rank_1(copy: Path, case: str, nproc: int, err: str) -> None:
-    """Assert that the lines that a run has printed name rank 1 and its line, and no victim."""
-    others, one, part = ASTRAY[case]
-    (error,) = re.findall("^error: (.*); --resume continues from step-00000002$", err, re.M)
+    arguments = flags(corpus, tmp_path / "run", steps=9, batch=12, save_every=2, **more)
+    run = Forks(worker, copy, "train.py", *arguments, nodes=nodes, timeout=400)
+    if rank_1 is STOPS:
+        assert gone_in_time(run.ranks[0], 100)
+        os.kill(run.ranks[1], signal.SIGKILL)
+    err = run.finish().err
+    (error,) = {*re.findall("^error: (.*); --resume continues from step-00000002$", err, re.M)}
     line = r"([\w/]+\.py):(\d+)"
-    if others is None:
+    if rank_1 is STOPS:
         expected = rf"rank 1 on \S+ \(last at step 3, {line}\) has died or is frozen$"
     else:
-        waiting = " ".join(str(rank) for rank in range(nproc) if rank != 1)
-        expected = rf"ranks {waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {one}{line}"
+        waiting = " ".join(str(rank) for rank in range(sum(nodes)) if rank != 1)
+        expected = rf"ranks {waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {is_said}{line}"
         (told,) = re.findall(r"^no step for \d+ s: (.*)", err, re.M)
         assert re.fullmatch(expected, told), told
-    assert (found := re.match(expected, error)), error
-    assert part in (copy / found[1]).read_text().splitlines()[int(found[2]) - 1], error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "nproc, cases, more",
-    [
-        (3, ASTRAY, {}),
-        (4, ["sleeps", "more"], dict(tp=2)),
-        (4, ["sleeps"], dict(pp=2, microbatch=1)),
-    ],
-)
-def test_a_rank_that_goes_astray_is_named_with_its_line(
-    corpus, tmp_path, astray, nproc, cases, more
-):
-    """In several ways at once, each in a run of its own."""
-    runs = {}
-    for case in cases:
-        arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2, **more)
-        run = ["tests/workers/in_copy.py", astray, "train.py", *arguments]
-        runs[case] = Forks(*run, nproc=nproc, timeout=400)
-    for case, run in runs.items():
-        if case == "stopped":
-            assert gone_in_time(run.ranks[0], 100)
-            os.kill(run.ranks[1], signal.SIGKILL)
-        names_rank_1(astray, case, nproc, run.finish().err)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["sleeps", "stopped"])
-def test_a_rank_of_another_node_that_goes_astray_is_named(corpus, tmp_path, astray, case):
-    arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2)
-    waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-    result = on_two_nodes("none", 2, astray / "train.py", *arguments, cwd=tmp_path, **waits)
-    names_rank_1(astray, case, 4, result.stderr.partition("ChildFailedError")[0])
+    found = re.match(expected, error)
+    assert found, error
+    assert does in (copy / found[1]).read_text().splitlines()[int(found[2]) - 1], error

@@ -17,12 +17,9 @@ from exact import plain_adamw, plain_step
 from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoint import load_pretrained
-from config import ParallelConfig
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
 from report import read_run
-from runs import setup
-from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 from train import learning_rate
 
@@ -149,9 +146,7 @@ MESHES = [
     (0, ""),
     (2, "--pp=2 --schedule=interleaved --microbatch=2"),
     slow(4, "--dp=hsdp --shard=2 --microbatch=1 --reshard=none --compile"),
-    slow(4, "--cp=4 --dp=zero1"),
     slow(4, "--cp=2 --tp=2 --dp=fsdp --offload --checkpointing=selective"),
-    slow(4, "--pp=2 --dp=fsdp --microbatch=1 --schedule=zero-bubble"),
 ]
 
 
@@ -168,15 +163,12 @@ def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, 
     resumes(out, 2, weights, *command, nproc=nproc)
 
 
-def test_schedule_and_decay_groups():
+def test_the_learning_rate_rises_stays_and_falls():
     rates = [learning_rate(step, Namespace(lr=1.0, warmup=4, steps=21)) for step in range(1, 22)]
     falling = [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert rates == [0.25, 0.5, 0.75, *[1.0] * 12, *falling]
     assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0
     assert learning_rate(1, Namespace(lr=1.0, warmup=50, steps=2)) == 0.02
-    decayed, free = make_optimizer(Llama(CONFIG), ParallelConfig()).param_groups
-    assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
-    assert free["weight_decay"] == 0 and all(p.ndim == 1 for p in free["params"])
 
 
 @pytest.mark.parametrize("parallel", [dict(dp="fsdp"), slow(dict(tp=2))])
@@ -199,17 +191,12 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     assert result.code == 0, result.err
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, 61))
-    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
-    assert {"loss", "bits_per_byte", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second",
-            "mfu", "memory_bytes"} <= rows[0].keys()  # fmt: skip
-    assert rows[0]["mfu"] is None and "mfu" not in result.err
-    assert rows[-1]["tokens"] == 60 * 8 * 24
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"] and rows[-1]["tokens"] == 60 * 8 * 24
+    assert rows[0]["mfu"] is None and {"seconds", "tokens_per_second", "memory_bytes"} < {*rows[0]}
     assert "step    60/60" in result.err and "0:00 left" in result.err
     assert "bits/byte" in result.out and "--- def" in result.out and "note: " not in result.out
     assert [path.name for path in out.glob("step-*")] == ["step-00000060"]
     assert (out / "trace-0.json").stat().st_size > 0
-    record = json.loads((out / "config.json").read_text())
-    assert record["model"]["dim"] == 32 and record["seed"] == 0 and record["flags"]["steps"] == 60
 
     generate, curves = re.findall(r"^(?:generate|curves): +python (.*)", result.out, re.M)
     assert succeed(*shlex.split(generate), "--max-new-tokens", 1).out.startswith("def")
@@ -238,9 +225,6 @@ def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
         return succeed("train.py", *flags(data, out, steps=steps, **more), "--resume")
 
     assert f"warning: nothing to resume in {out}: starting at step 1" in resume(1).err
-    again = resume(1)
-    assert "has done its 1 steps" in again.out and "warning" not in again.err
-    assert len(metrics(out)) == 1
     other_seed = resume(2, seed=1).err
     assert "warning: --seed was 0, is now 1" in other_seed and "sequences that" not in other_seed
     flip(data / "train_000000.bin")
@@ -270,21 +254,6 @@ def test_another_batch_goes_on_in_the_data_where_the_run_stopped(corpus, tmp_pat
     assert run("by 4", steps=14, seq_len=12)[1][-1] == by_4[1][-1] + 2 * 8 * 12
 
 
-def test_a_resumed_epoch_ends_on_a_step_that_saves(monkeypatch):
-    """Which is taken, though the step that would be the last is one of --skip-steps."""
-    before = dict(batch=2, seq_len=4, token_offset=0)
-    monkeypatch.setattr(setup, "newest_undamaged", lambda newest: newest)
-    monkeypatch.setattr(setup.checkpoint, "read_config", lambda newest: {"flags": before})
-    monkeypatch.setattr(setup.checkpoint, "resume", lambda *given: 4)
-    monkeypatch.setattr(setup.records, "warn_about_changed_flags", lambda *given: None)
-    job = Namespace(model=None, tokenizer=None)
-    for skipped, last in (([11], 12), ([12], 11), ([11, 12], 10)):  # the 4 steps were half as long
-        now = dict(epochs=1, steps=10, batch=4, skip_steps=skipped, out="run")
-        args = Namespace(**before | now)
-        assert setup.resume(args, Path("step-4"), job, None) == 4
-        assert args.steps == last
-
-
 def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):
     for rank in (0, 1):
         shutil.copytree(corpus, tmp_path / f"{rank}" / "data")
@@ -295,10 +264,3 @@ def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, t
     assert "step " not in result.err and not list(tmp_path.glob("*/run/[!.]*"))
     flip(tmp_path / "1/data/train_000000.bin")
     refused(launch(*launched, nproc=2), "the training data differ between rank 0 and rank 1")
-
-
-def test_another_vocabulary_than_the_preset_has_is_said(corpus, tmp_path):
-    """A plan's command needs a tokenizer of the preset's size, or it trains another model."""
-    sizes = dict(dim=64, n_heads=4, n_kv_heads=2, ffn_dim=96, n_layers=1, model="llama3.2-1b")
-    run = succeed("train.py", *flags(corpus, tmp_path / "run", steps=1, **sizes))
-    assert "note: llama3.2-1b has 128256 tokens, and bytes has 267: " in run.out

@@ -1,7 +1,4 @@
-"""Train twice: once undisturbed, and once with ranks killed at drawn instants, and resumed.
-
-python tests/workers/drill.py 3 DIR [flags of train.py]      three kills of two processes
-"""
+"""Train twice: once undisturbed, and once with ranks killed at drawn instants, and resumed."""
 
 import contextlib
 import json
@@ -9,26 +6,20 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from files.directories import checkpoints, open_weights  # noqa: E402
+from files.directories import checkpoints
 
 
-def drill(command: list[str], out: Path, kills: int, check: Callable[..., None]) -> bool:
+def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list[int], int]]:
     """Run a training, a `command` without --out, in OUT/whole, and with kills in OUT/killed.
 
     A kill comes after a new checkpoint, at an instant drawn from the time of a part of all steps.
-    It hits one rank or all ranks, in turns. Then check(step of the last checkpoint before it, ranks
-    that were killed, number of ranks) is called. Return whether the final weights are equal."""
+    It hits one rank or all ranks, in turns. Yields, after each, the step of the last checkpoint
+    before it, the ranks that were killed, and the number of ranks."""
     whole, killed, dice = out / "whole", out / "killed", random.Random(0)
-    out.mkdir(parents=True, exist_ok=True)
     complete([*command, "--save-every", "0", "--out", str(whole)], whole)
     rows = (whole / "metrics.jsonl").read_text().splitlines()
     longest = sum(json.loads(row)["seconds"] for row in rows) / kills
@@ -46,10 +37,8 @@ def drill(command: list[str], out: Path, kills: int, check: Callable[..., None])
             victims = list(range(len(ranks))) if i % 2 else [dice.randrange(len(ranks))]
             kill([ranks[victim] for victim in victims])
             process.wait()
-        check(before, victims, len(ranks))
+        yield before, victims, len(ranks)
     complete(command, killed)
-    (_, expected), (_, found) = (open_weights(checkpoints(path)[-1]) for path in (whole, killed))
-    return all(torch.equal(found[name].read(), expected[name].read()) for name in expected)
 
 
 def complete(command: list[str], out: Path) -> None:
@@ -88,14 +77,3 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 def newest(out: Path) -> int:
     """Return the step of the last checkpoint, or 0."""
     return max((int(path.name.removeprefix("step-")) for path in checkpoints(out)), default=0)
-
-
-def told(step: int, victims: list[int], size: int) -> None:
-    print(f"step {step}: {len(victims)} of {size} ranks killed")
-
-
-if __name__ == "__main__":
-    kills, directory, *flags = sys.argv[1:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    same = drill([*torchrun, str(ROOT / "train.py"), *flags], Path(directory), int(kills), told)
-    print("final weights are equal, bit for bit" if same else "final weights differ")
