@@ -18,7 +18,7 @@ from exact import GROUPED, assert_traffic, case, plain_model, plain_step, train
 from test_model import peer_in_float64, relative, to_hugging_face
 from test_train import flags, same_metrics
 from torch.func import functional_call
-from workers.train_cases import STEPS, batch_of
+from workers.train_cases import batch_of
 
 from files import published
 from files.published import with_fixed_weights
@@ -299,7 +299,7 @@ def test_it_computes_what_others_compute(name, changed):
 
 
 def plain_lion(config: dict) -> dict[str, torch.Tensor]:
-    """Return the weights after STEPS steps by Lion, written independently of its patch."""
+    """Return the weights after two steps by Lion, written independently of its patch."""
     model, batch = plain_model(config), batch_of(packed=False)
     named = dict(model.named_parameters())
     means = dict.fromkeys(named, 0.0)
@@ -311,7 +311,7 @@ def plain_lion(config: dict) -> dict[str, torch.Tensor]:
             p.copy_(p - 1e-2 * (direction + (0.1 if p.ndim == 2 else 0.0) * p))
             means[name] = 0.99 * means[name] + 0.01 * p.grad
 
-    for _ in range(STEPS):
+    for _ in range(2):
         plain_step(model(batch.tokens), batch.targets, named, SimpleNamespace(step=step))
     return {name: p.detach() for name, p in named.items()}
 

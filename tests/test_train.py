@@ -20,6 +20,7 @@ from checkpoint import load_pretrained
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
 from report import read_run
+from runs import setup
 from text.tokenizer import load_tokenizer
 from train import learning_rate
 
@@ -252,6 +253,21 @@ def test_another_batch_goes_on_in_the_data_where_the_run_stopped(corpus, tmp_pat
     _, expected = run("by 8", epochs=1)
     assert 0 <= expected[-1] - tokens[-1] < 8 * 24
     assert run("by 4", steps=14, seq_len=12)[1][-1] == by_4[1][-1] + 2 * 8 * 12
+
+
+def test_a_resumed_epoch_ends_on_a_step_that_saves(monkeypatch):
+    """Which is taken, though the step that would be the last is one of --skip-steps."""
+    before = dict(batch=2, seq_len=4, token_offset=0)
+    monkeypatch.setattr(setup, "newest_undamaged", lambda newest: newest)
+    monkeypatch.setattr(setup.checkpoint, "read_config", lambda newest: {"flags": before})
+    monkeypatch.setattr(setup.checkpoint, "resume", lambda *given: 4)
+    monkeypatch.setattr(setup.records, "warn_about_changed_flags", lambda *given: None)
+    job = Namespace(model=None, tokenizer=None)
+    for skipped, last in (([11], 12), ([12], 11), ([11, 12], 10)):  # the 4 steps were half as long
+        now = dict(epochs=1, steps=10, batch=4, skip_steps=skipped, out="run")
+        args = Namespace(**before | now)
+        assert setup.resume(args, Path("step-4"), job, None) == 4
+        assert args.steps == last
 
 
 def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):
