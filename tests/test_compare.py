@@ -1,8 +1,7 @@
-"""bench.py compare and limit: what they measure, and what is counted. Speed is not tested."""
+"""bench.py compare, limit and comm: what they measure, and what is counted. Speed is not tested."""
 
 import json
-import re
-from pathlib import Path
+from datetime import datetime
 
 import pytest
 import torch
@@ -14,19 +13,11 @@ from config import ParallelConfig, Work
 from costs.page import holds, sends
 from costs.seconds import sent_bytes
 from model import PRESETS, Llama
+from perf import comm
 from perf.compare import Cost, compare_losses, default_contestants
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from plumbing.processes import Process
-
-
-def compare_two_ranks(directory: Path, *args) -> tuple[str, dict]:
-    """Return what bench.py compare prints and writes."""
-    file = directory / "results.json"
-    given = ["--seq-len=16", "--repeats=1", "--json", file]
-    out = succeed("bench.py", "compare", *args, *given, nproc=2).out
-    return out, json.loads(file.read_text())
-
 
 CONTESTANTS = {
     "ddp": ParallelConfig(replicate=2),
@@ -46,7 +37,10 @@ CONTESTANTS = {
 
 @pytest.mark.parametrize("names", [["ddp", "fsdp"], slow([*CONTESTANTS])])
 def test_contestants_have_the_same_loss_and_the_costs_that_are_predicted(names, tmp_path):
-    out, results = compare_two_ranks(tmp_path, *names, "--batch=4")
+    file = tmp_path / "results.json"
+    flags = "--batch=4", "--seq-len=16", "--repeats=1", "--json", file
+    out = succeed("bench.py", "compare", *names, *flags, nproc=2).out
+    results = json.loads(file.read_text())
     given = dict(model="tiny", batch=4, microbatch=1, seq_len=16, ranks=2, per_node=2, device="cpu")
     assert given.items() <= results.items() and results["lora"] is False and results["date"]
     assert list(results["strategies"]) == names
@@ -57,11 +51,9 @@ def test_contestants_have_the_same_loss_and_the_costs_that_are_predicted(names, 
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
         payload = sum(nbytes for _, nbytes in result["payload"].values())
         assert payload == sum(nbytes for _, nbytes in predicted.values()), name
-        assert result["sends"] == (sent := sent_bytes(predicted, work.parallel))
+        assert result["sends"] == sent_bytes(predicted, work.parallel)
         assert result["peak_bytes"] == pytest.approx(holds(work, 0)["peak"], rel=0.2), name
         assert len(result["seconds"]) == 1 and result["tokens_per_second"] > 0, name
-        assert f"| {result['peak_bytes'] / 1e6:.2f} MB |" in out
-        assert f"{name} sends {sent / 1e6:.2f} MB; payload " in out
     assert "losses of the first step agree to" in out and results["strategies"]["ddp"]["ratio"] == 1
 
 
@@ -74,47 +66,17 @@ def loss_of_plain_model() -> float:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-@pytest.mark.slow
-def test_compare_adapters(tmp_path):
-    """They have one loss in every strategy. Bare products and transformers' model of random weights
-    have none to compare, and alone they send nothing."""
-    names = ["bare", "one", "transformers", "ddp", "fsdp --reshard adapters", "fsdp"]
-    out, results = compare_two_ranks(tmp_path, *names, "--lora", "--batch=2")
-    bare, one, transformers, *others = (row["loss"] for row in results["strategies"].values())
-    assert bare is transformers is None and one > 7 and results["lora"]
-    assert others == pytest.approx([one] * 3, rel=1e-5)
-    assert re.findall(r"^([\w -]+) sends ", out, re.MULTILINE) == names[3:]
-
-
-def processes(nodes: int, per_node: int) -> Process:
-    return Process(0, nodes * per_node, 0, per_node, torch.device("cpu"))
-
-
-def test_what_is_compared_by_default():
-    def chosen(*sizes: int) -> list[str]:
-        names, args = default_contestants(processes(*sizes)), Parser.defaults(add_compare_flags)
-        assert all(work_of(args, name, processes(*sizes)) for name in names)
-        return names
-
-    ways = [" --checkpointing selective", " --checkpointing full"]
-    assert chosen(1, 1) == ["one", *(f"one{way}" for way in ways)]
-    several = ["ddp", "zero1", "fsdp", "fsdp --reshard none"]
-    assert chosen(1, 2) == chosen(2, 1) == [*several, *(f"ddp{way}" for way in ways)]
-    assert chosen(2, 2) == ["ddp", "zero1", "hsdp", *several[2:], *(f"ddp{way}" for way in ways)]
-
-
-@pytest.mark.parametrize(
-    "contestant, parallel",
-    [
-        ("hsdp", ParallelConfig(dp="hsdp", replicate=2, shard=2)),
-        ("wrong", ParallelConfig(dp="hsdp", replicate=2, shard=2)),
-        ("one --compile", ParallelConfig(compile=True)),
-        ("--tp 2 --dp fsdp", ParallelConfig(dp="fsdp", shard=2, tp=2)),
-    ],
-)
-def test_a_contestant_stands_for_flags(contestant, parallel):
+def test_contestants_stand_for_flags():
+    """On two processes; those of several nodes on two nodes of two."""
     args = Parser.defaults(add_compare_flags)
-    assert work_of(args, contestant, processes(2, 2)).parallel == parallel
+    two, four = (Process(0, size, 0, 2, torch.device("cpu")) for size in (2, 4))
+    for name, parallel in CONTESTANTS.items():
+        assert work_of(args, name, two).parallel == parallel
+    hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=2)
+    for name, parallel in (("one --compile", ParallelConfig(compile=True)), ("hsdp", hsdp)):
+        assert work_of(args, name, four).parallel == parallel
+    for process in (two, four):
+        assert all(work_of(args, name, process) for name in default_contestants(process))
 
 
 def test_losses_that_do_not_agree_are_named():
@@ -128,8 +90,31 @@ def test_losses_that_do_not_agree_are_named():
 
 @pytest.mark.parametrize("more", [[], slow(["bare", "one --compile", "--lora"])])
 def test_limit(more):
-    out = succeed("bench.py", "limit", *more, "--model", "tiny", "--batch=1", "--seq-len=64",
-                  "--repeats=2").out  # fmt: skip
+    flags = "--model=tiny", "--batch=1", "--seq-len=64", "--repeats=2"
+    out = succeed("bench.py", "limit", *more, *flags).out
     found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
     assert found[2:] == (more[:2] or ["bare", "transformers", "one"])
     assert "losses of the first step agree" in out
+
+
+def test_comm(tmp_path):
+    """Two ranks on one node: a single kind of group with every collective."""
+    file = tmp_path / "comm.json"
+    succeed("bench.py", "comm", "--repeats=2", "--out", file, nproc=2)
+    report = json.loads(file.read_text())
+    facts = dict(device="cpu", backend="gloo", ranks=2, per_node=2, torch=torch.__version__)
+    assert {name: report[name] for name in facts} == facts
+    assert datetime.fromisoformat(report["date"]).tzinfo
+    (world,) = report["groups"].values()
+    times = world["times"]
+    assert list(times) == ["all-reduce", "all-gather", "reduce-scatter"]
+    for points in times.values():
+        assert [nbytes for nbytes, _ in points] == comm.SIZES
+        assert all(seconds > 0 for _, seconds in points)
+
+
+def test_bus_bandwidth():
+    """A million bytes in a millisecond, by the table in nccl-tests' doc/PERFORMANCE.md."""
+    for collective, factor in (("all-reduce", 7 / 4), ("all-gather", 7 / 8)):
+        assert comm.bus_bandwidth(collective, 8, 10**6, 1e-3) == pytest.approx(factor * 1e9)
+    assert comm.bus_bandwidth("reduce-scatter", 2, 10**6, 1e-3) == pytest.approx(0.5e9)
