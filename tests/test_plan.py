@@ -16,7 +16,7 @@ from test_roofline import measurement
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
 from costs import search
-from costs.machines import GPUS, REACHED, assumed_machine
+from costs.machines import GPUS, assumed_machine
 from costs.page import holds
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
@@ -30,7 +30,6 @@ SETTINGS = (
     "dp replicate shard tp cp pp schedule stages_per_rank reshard checkpointing "
     "offload_activations microbatch"
 ).split()
-WITHOUT_TP = "--tp 1 --pp 1"
 
 
 def run(*flags) -> str:
@@ -52,13 +51,10 @@ def command_in(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("torchrun"))
 
 
-def rows_in(out: str) -> dict[str, str]:
-    """Return the rows of the table by their strategy and mesh, such as `hsdp 2 x 4`."""
-    table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
-    return {row.partition("  ")[0]: row for row in table.splitlines()[1:]}
+LARGE = re.compile("512|8B on 64")  # whose many plans take long
 
 
-@pytest.mark.parametrize("name", [slow(name) if "512" in name else name for name in FROZEN])
+@pytest.mark.parametrize("name", [slow(name) if LARGE.search(name) else name for name in FROZEN])
 def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     """frozen_plans.json has the plans within 3 % of the best, by formulas of twice as many lines,
     which followed each combination of techniques to the byte. They did not know products saved,
@@ -94,14 +90,15 @@ def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
 
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     out, found = run_with_rows(tmp_path, "--model llama3.1-8b --gpus 16 --top 99")
-    rows, sizes = list(rows_in(out)), (1, 2, 4, 8, 16)
+    table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
+    rows, sizes = table.splitlines()[1:], (1, 2, 4, 8, 16)
     meshes = [(pp, tp, shard) for pp in sizes for tp in sizes[:-1] for shard in sizes
               if 16 // pp >= tp and 16 // pp // tp >= shard]  # fmt: skip
     assert len(rows) == len(meshes)
     assert {row["dp"] for row in found} == {"ddp", "zero1", "hsdp", "fsdp"}
     assert {row["checkpointing"] for row in found} == {"none", "products", "selective", "full"}
     best = next(row for row in found if row["fits"])
-    assert best["pp"] == 1 and rows[0] == f"{best['dp']} {best['shard']}"
+    assert best["pp"] == 1 and rows[0].startswith(f"{best['dp']} {best['shard']}  ")
     command = command_in(out)
     assert "--nnodes 2 --nproc-per-node 8 --node-rank 0" in command
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
@@ -144,27 +141,6 @@ def test_the_flags_of_every_plan_ask_for_it():
         check_step(work, base_bits=16)
 
 
-def test_zero1_wins_where_only_adamw_is_too_large():
-    """8B on 8 GPUs of 150 GB: DDP's AdamW state alone takes 64 GB, ZeRO-1's 8 GB. Of the two, which
-    have the same mesh, the table has the one that fits."""
-    out = run("--gpu 989:150:3350:450 --seq-len 2048 --batch 8 --shard 1", WITHOUT_TP)
-    command = command_in(out)
-    assert rows_in(out)["zero1 8"].endswith("the fastest")
-    assert " --dp zero1 " in command and "--shard" not in command and "--reshard" not in command
-
-
-def test_8_bits_are_faster(tmp_path):
-    """8B on 8 GPUs, as the command that is printed asks for."""
-    speed, mfu = {}, {}
-    for recipe in ("none", "tensorwise", "rowwise"):
-        out, rows = run_with_rows(tmp_path, "--shard 8", WITHOUT_TP, "--float8", recipe)
-        speed[recipe] = rows[0]["tokens_per_second_per_gpu"]
-        mfu[recipe] = int(re.search(r"MFU (\d+)%", out)[1])
-        assert (f"--float8 {recipe}" in out) == (recipe != "none")
-    assert speed["none"] < speed["rowwise"] == speed["tensorwise"] < 2 * speed["none"]
-    assert mfu["tensorwise"] > mfu["none"]  # a share of the peak in bfloat16
-
-
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
 def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu(kind):
     """The command is one that finetune_lora.py takes."""
@@ -195,23 +171,11 @@ def test_what_would_fit_is_told(flags, told):
         run(flags)
 
 
-def test_a_gpu_that_nobody_trained_on_says_so():
-    for gpu, told in (("l40s", "no training on it"), ("mi300x", "only one training"), ("h100", "")):
-        out = run("--model llama3.2-1b --gpu", gpu)
-        assert out.startswith(f"{gpu}: {told}" if told else "llama3.2-1b, 16 x 8192 tokens")
-        assert ("\nNine of ten published" in out) == (not told)
-
-
-def test_a_slow_link_decides():
-    """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
-    fast, slow = (rows_in(run("--gpus 16 --top 99 --link", link)) for link in ("400gbit", "1gbit"))
-    assert next(iter(fast)) == "fsdp 16" and next(iter(slow)) != "fsdp 16"
-    assert slow["fsdp 16"].endswith(" shard")
-
-
 def test_a_run_takes_days_and_hours():
     """8B on 16 GPUs: days times GPUs are hours."""
-    out = run("--gpus 16 --shard 16 --tokens 1e12 --dollars 2", WITHOUT_TP)
+    given = "--gpus 16 --shard 16 --tokens 1e12 --dollars 2 --document-length 1024 --tp 1 --pp 1"
+    out = run(given)
+    assert " --document-mask " in command_in(out)
     (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours, \$(.*)\.\n", out)
     days, hours, dollars = (float(text.replace(",", "")) for text in told)
     assert hours == pytest.approx(days * 24 * 16, rel=0.01) == dollars / 2
@@ -244,33 +208,6 @@ def test_check_counts_what_was_predicted():
         if "payload" in what or "parameters" in what or "gradients" in what:
             assert predicted.split(" bytes")[0] == counted.split(" bytes")[0], what
     assert re.search(r"peak is [+-]\d\.\d% off that of an emulated step", out)
-
-
-def test_long_sequences_are_shared_or_offloaded():
-    """8B and 131,072 tokens on 8 GPUs of 80 GB: the inputs of 32 blocks alone take 34 GB."""
-    sizes = f"--batch 8 --seq-len 131072 {WITHOUT_TP}"
-    rows = rows_in(run(sizes))
-    assert "full, on CPU" in rows["fsdp 8"] and rows["fsdp 8"].endswith("the fastest")
-    assert " selective " in rows["fsdp 8, cp 8"]  # attention by flash is slower
-    out = run(sizes, "--shard 8 --cp 1 --offload-activations")
-    assert "Of 1 plans" in out and "--checkpointing full" in command_in(out)
-
-
-def test_packed_documents_are_faster(tmp_path):
-    """Attention to 1,024 tokens takes an eighth of that to 8,192."""
-    given, found = "--gpus 16 --shard 16 --tp 1 --dp fsdp --reshard weights --microbatch 1", {}
-    given += " --checkpointing none --seq-len 8192 --gpu 989:400:3350:450 --document-length"
-    for length in (0, 1024):
-        out, (found[length],) = run_with_rows(tmp_path, given, length)
-        assert ("--document-mask" in out) == (length > 0)
-    saved = found[0]["parts"]["products"] - found[1024]["parts"]["products"]
-    # Two sequences: half a square by cuDNN's kernel, an eighth of that by a flash kernel; forward,
-    # and 2.5 times that in backward.
-    config = PRESETS["llama3.1-8b"]
-    flops = 3.5 * 2 * 8192 * 2 * 8192 * config.dim * config.n_layers
-    seconds = [flops / (989e12 * REACHED[f"attention h100{kernel}"]) for kernel in ("", " cudnn")]
-    assert saved == pytest.approx(seconds[1] - seconds[0] / 8)
-    assert found[0]["bytes"] == found[1024]["bytes"]  # in bfloat16 there is no mask
 
 
 def test_the_best_plan_starts(corpus, tmp_path):

@@ -68,18 +68,23 @@ def test_a_measured_machine_reproduces_its_measurement():
 
 def test_computation_of_a_block():
     """Seven matrices and a vocabulary of 1: 2 FLOPs an element in forward, twice that in backward;
-    attention over half the square. LoRA adds its factors; frozen matrices have no gradient."""
+    attention over half the square, or the squares of documents, by flash kernels. LoRA adds its
+    factors; frozen matrices have no gradient."""
     config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
     matrices, tokens = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160, 128
 
-    def seconds(lora: LoRA | None = None, **options) -> dict[str, float]:
+    def seconds(lora: LoRA | None = None, document=0, **options) -> dict[str, float]:
         parallel = ParallelConfig(**dict(compile=True) | options)
-        return compute_time(step_of(build_on_meta(config, lora), parallel, 1, 1, tokens), ROUND)
+        work = step_of(build_on_meta(config, lora), parallel, 1, 1, tokens, document=document)
+        return compute_time(work, ROUND)
 
     attention = 2 * tokens * 64 / 0.25e9  # 4 H E for scores and sums, over half of the tokens
     products = tokens * (3 * 2 * (matrices + 64) / 0.5e9 + 3.5 * attention)
     assert seconds()["products"] == pytest.approx(products) and seconds()["recompute"] == 0
     assert seconds(tp=2)["products"] == pytest.approx(products / 2)
+    in_documents = 3.5 * tokens * attention * (16 / tokens) * (0.25 / 1)  # of 16 tokens
+    packed = products - 3.5 * tokens * attention + in_documents
+    assert seconds(document=16)["products"] == pytest.approx(packed)
     again = tokens * 2 * (matrices - 64 * 160) / 0.5e9  # all but w2, which backward does not need
     assert seconds(checkpointing="full")["recompute"] == pytest.approx(again)
     eager = seconds(checkpointing="full", compile=False)["recompute"]
