@@ -1,30 +1,24 @@
 """README.md and docs: every command is one that its script takes, and runs, in small; every link
-and picture exists."""
+and picture exists; docs/gpu.py runs commands that exist, and keeps what it has measured."""
 
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    changed_copy,
-    hugging_face_model,
-    launch,
-    parsed_by,
-    succeed,
-)
+from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, succeed
 from test_train import flags
 
 from data import train_tokenizer
-from model import LlamaConfig
+from model import PRESETS, LlamaConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -148,17 +142,6 @@ def test_the_readme_is_short():
     assert len(README.read_text().split()) <= 1200
 
 
-@pytest.mark.slow
-def test_pictures_are_drawn(tmp_path):
-    """All but that of a step, which is no longer measured."""
-    pytest.importorskip("matplotlib")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg"))
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, tmp_path / "docs/pictures.py"], env=environment, check=True)
-    names = [{path.name for path in home.glob("docs/*.svg")} for home in (ROOT, tmp_path)]
-    assert names[0] == names[1] | {"bubble.svg"}
-
-
 # -------------------------------------------------------------------------------- they run
 
 FEW = "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-windows 2"
@@ -221,19 +204,10 @@ def in_small(command: Command, directory: Path) -> list[str]:
     return arguments + small.split()
 
 
-def make_room(command: Command, directory: Path) -> None:
-    """Delete what another page has left in the directory in which a command will train."""
-    words = in_small(command, directory)
-    if command.script == "train.py" and "--resume" not in words:
-        default = "out/small" if "--model" in words else "out/tiny"
-        out = words[words.index("--out") + 1] if "--out" in words else default
-        shutil.rmtree(directory / out, ignore_errors=True)
-
-
 @pytest.mark.slow
 def test_every_command_runs(sandbox):
-    """In the order of the pages, each once; those for several nodes by the tests below, and races
-    by test_race.py."""
+    """In the order of the pages, each once, but for those of several nodes; races are in
+    test_race.py."""
     failures, ran, page = [], [], ""
     for command in COMMANDS:
         elsewhere = command.launcher or "mps" in command.arguments  # test_devices.py refuses mps
@@ -245,29 +219,18 @@ def test_every_command_runs(sandbox):
                     shutil.rmtree(out)
         page = command.page
         ran.append(command[2:])
-        make_room(command, sandbox)
-        worker = "tests/workers/in_directory.py"
-        given = [worker, sandbox, command.script, *in_small(command, sandbox)]
+        words = in_small(command, sandbox)
+        if command.script == "train.py" and "--resume" not in words:  # another page trained there
+            default = "out/small" if "--model" in words else "out/tiny"
+            out = words[words.index("--out") + 1] if "--out" in words else default
+            shutil.rmtree(sandbox / out, ignore_errors=True)
+        given = ["tests/workers/in_directory.py", sandbox, command.script, *words]
         most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
         result = launch(*given, nproc=min(command.nproc, most), timeout=300)
         print(command.page, command.text, result.codes, flush=True)
         if set(result.codes) != {0}:
             failures.append((command.page, command.text, result.err[-2000:]))
     assert not failures, "\n".join(map(str, failures))
-
-
-@pytest.mark.slow
-def test_the_checkpoint_within_a_checkpoint_is_found(tmp_path):
-    page = (ROOT / "docs/cases.md").read_text()
-    (edit,) = re.findall(r"^```diff\n- +(.*)\n\+ +(.*)\n```", page, re.MULTILINE)
-    changed = changed_copy(tmp_path / "copy", edits=dict([edit]))
-    (twice,) = [c for c in COMMANDS if c.page == "cases.md" and "full" in c.arguments]
-    flags = in_small(twice, tmp_path)
-    out = succeed(*changed, "bench.py", *flags).out
-    (sentence,) = re.findall(r"^- attention runs forward 3 times .*$", page, re.MULTILINE)
-    assert sentence in out
-    out = succeed(*changed, "bench.py", *flags, "--checkpointing", "none").out
-    assert "runs forward 2 times a layer and microbatch, and --checkpointing none needs 1" in out
 
 
 def on_two_nodes(*command, cwd: Path, **environment) -> subprocess.CompletedProcess:
@@ -278,18 +241,6 @@ def on_two_nodes(*command, cwd: Path, **environment) -> subprocess.CompletedProc
     options = dict(timeout=300, capture_output=True, text=True)
     command = [ROOT / "perf/two_nodes.sh", *map(str, command)]
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT | environment, **options)
-
-
-@pytest.mark.slow
-def test_commands_for_two_emulated_nodes_run(sandbox):
-    for command in COMMANDS:
-        if command.launcher[:1] == ["perf/two_nodes.sh"]:
-            assert re.fullmatch(r"\d+[mg]bit", command.launcher[1])
-            make_room(command, sandbox)
-            given = "1gbit", command.nproc, ROOT / command.script  # ten minutes with 50mbit
-            result = on_two_nodes(*given, *in_small(command, sandbox), cwd=sandbox)
-            assert result.returncode == 0, (command.text, result.stderr[-2000:])
-            assert "node 0 sent" in result.stdout
 
 
 @pytest.mark.slow
@@ -321,3 +272,45 @@ def test_the_slurm_script_runs_and_resumes(sandbox):
         result = subprocess.run(["bash", "-eu", "-c", script], **options)
         assert result.returncode == 0, result.stderr[-3000:]
     assert "resumed from out/notes/step-00000002" in result.stdout
+
+
+# -------------------------------------------------------------------------- docs/gpu.py
+
+gpu = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu.py")))
+OF_GPU = [(name, line) for part in gpu.PARTS.values() for name, line, _ in part]
+
+
+@pytest.mark.parametrize("line", [line for _, line in OF_GPU])
+def test_a_command_for_gpus_parses(line):
+    assert len(dict(OF_GPU)) == len(OF_GPU)  # no name is used twice
+    script, *words = shlex.split(line)
+    if script == "docs/gpu.py":
+        assert words[0] == "--measure" and words[1] in gpu.MEASURES
+    elif script == "bench.py":
+        assert parsed_by(script, *words, "--json", "x.json").model in PRESETS
+    else:
+        assert (script, words[0]) == ("-m", "pytest") and (ROOT / words[-1]).exists()
+
+
+def test_what_was_measured_is_kept_and_errors_are_run_again(tmp_path, monkeypatch):
+    """Nothing begins for which no time is left."""
+    names, ran, file = [name for name, _, _ in gpu.PARTS["A"]], [], tmp_path / "gpu.json"
+    results = {names[0]: {"result": {"x": 1}}, names[1]: {"result": "error: killed"}}
+    file.write_text(json.dumps(results))
+    run_part, of_part = gpu.run_part, gpu.run_part.__globals__
+    monkeypatch.setitem(of_part, "run_command", lambda line, *_: ran.append(line) or "done")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setitem(of_part, "PART_SECONDS", 0)
+    run_part("A", file)
+    assert ran == []
+    monkeypatch.setitem(of_part, "PART_SECONDS", 1000)
+    run_part("A", file)
+    assert ran == [line for _, line, _ in gpu.PARTS["A"][1:]]
+    results = json.loads(file.read_text())
+    assert results[names[0]] == {"result": {"x": 1}} and results[names[1]]["result"] == "done"
+
+
+@pytest.mark.parametrize("what", gpu.MEASURES)
+def test_what_is_measured_in_here_runs_on_a_cpu(what):
+    (line,) = succeed("docs/gpu.py", "--measure", what).out.splitlines()
+    assert json.loads(line)
