@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
-QUICK = """float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full,
-old nf4, old fsdp muon, generate, loss""".replace("\n", " ").split(", ")
+QUICK = "float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full"
+QUICK = [*QUICK.split(", "), "old nf4", "old fsdp muon"]
 APPLE = [name for name in CASES if name.startswith("apple")]
 SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
 
@@ -61,20 +61,9 @@ def test_an_apple_gpu_has_no_float64(name):
     check(found | {"attention": ["efficient"]})  # this stand-in for MPS has no kernels
 
 
-@pytest.mark.parametrize("name", [*QUICK[:-2], *map(slow, SLOWER)])
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOWER)])
 def test_a_step_waits_once(name):
     check(found_in(*(QUICK if name in QUICK else SLOWER))[name])
-
-
-def test_a_token_is_generated_without_cudnn():
-    """It would plan anew for each length."""
-    assert found_in(*QUICK)["generate"]["attention"] == ["efficient"]
-
-
-def test_bytes_of_the_loss():
-    """With chunks of 512 tokens, and a sum of gradients that is rounded to bfloat16 and cast, it
-    moved 84.4 GB."""
-    assert found_in(*QUICK)["loss"]["bytes"] == pytest.approx(44.7e9, rel=0.01)
 
 
 FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where
@@ -82,16 +71,10 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
      "passes", "_local_scalar_dense at chunked_loss.py"),
     ("model", "torch.arange(0, E, 2, device=positions.device,", "torch.arange(0, E, 2,", "fsdp",
      "error", "on the same device"),
-    ("model", "dtype=torch.bool, device=positions.device)", "dtype=torch.bool)", "float32 packed",
-     "error", "on the same device"),
     ("model", "torch.where(targets != IGNORE, losses, 0)", "losses[targets != IGNORE]", "float32",
      "error", "nonzero"),
     ("model", "[SDPBackend.EFFICIENT_ATTENTION,", "[SDPBackend.CUDNN_ATTENTION,", "float32 packed",
      "attention", "cudnn"),
-    ("train", "scale = len(", "scale = rows[0, 0].item() * 0 + len(", "muon",
-     "update", "_local_scalar_dense at train.py"),
-    ("parallel", "model.compute_dtype = torch.bfloat16", "pass", "packed",
-     "attention", "efficient"),
     ("optimizers", "nothing.new_empty(my_matrix.shape)", "torch.empty(my_matrix.shape)",
      "fsdp muon", "update", "a blocking copy at optimizers.py"),
     ("optimizers", "on_gpu and world.parallel.dtype == torch.bfloat16", "on_gpu",

@@ -1,5 +1,5 @@
-"""Take training steps on a GPU that does not exist. Arguments: names of cases or of the functions
-in OTHERS. The last line of its output is JSON of the results.
+"""Take training steps on a GPU that does not exist. Arguments: names of cases. The last line of its
+output is JSON of the results.
 
 Tensors are fake: they have a device, a dtype and a shape, and no contents. Some C++ tells torch's
 CPU build that there is a CUDA device or, for cases named apple, an Apple GPU; without that,
@@ -253,11 +253,10 @@ devices.has_triton = lambda device: device.type == "cuda" and not GPU["is old"]
 import parallel as parallel_py
 from config import ParallelConfig
 from lora import LoRA
-from model import KVCache, LlamaConfig, Vocabulary
+from model import LlamaConfig
 from parallel import parallelize, with_mesh
-from perf.instruments import Instrument, build_on_meta
+from perf.instruments import build_on_meta
 from plumbing.processes import Process
-from techniques.chunked_loss import chunked_loss
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
@@ -339,47 +338,6 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     }
 
 
-def generate() -> dict:
-    """Compute a prompt and a token after it with a cache; return the kernels of attention."""
-    model = build_on_meta(CONFIG)
-    model.compute_dtype = LOW
-    ATTENTION.clear()
-    with FAKE, torch.no_grad():
-        model.to_empty(device=DEVICE)
-        cache, positions = KVCache(), torch.arange(9, device=DEVICE)[None]
-        for new in (positions[:, :8], positions[:, 8:]):
-            model(new, positions=new, cache=cache)
-    return {"attention": sorted(ATTENTION)}
-
-
-class Moved(Instrument):
-    """Counts the bytes that operators read and write, except products and views."""
-
-    nbytes = 0
-
-    def see(self, op, args, kwargs, result) -> None:
-        is_view = any(argument.alias_info and not argument.alias_info.is_write
-                      for argument in op._schema.arguments)  # fmt: skip
-        if op.namespace == "aten" and not is_view and not op._opname.startswith(("mm", "empty")):
-            for values in ((args, kwargs), result):  # what is changed in place is in both
-                leaves = {id(leaf): leaf for leaf in tree_leaves(values)}.values()
-                self.nbytes += sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
-
-
-@in_fake_mode
-def loss() -> dict:
-    """Return the bytes that the loss of 4,096 tokens of Llama 3 8B and its gradients move."""
-    empty = partial(torch.empty, device=DEVICE, requires_grad=True)
-    hidden, weight = empty(4096, 4096), empty(128_256, 4096)
-    targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
-    with Moved() as moved, torch.autocast("cuda", LOW):
-        chunked_loss(hidden, weight, targets, Vocabulary(128_256)).backward()
-    return {"bytes": moved.nbytes}
-
-
-OTHERS = {"generate": generate, "loss": loss}
-
-
 def main() -> None:
     parallel_py.allocate = in_fake_mode(parallel_py.allocate)
     torch.compile = lambda function, **_: function  # AdamW's kernel and NF4's: eager here
@@ -387,7 +345,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         GPU["is old"] = name.startswith("old")
         try:
-            results[name] = OTHERS[name]() if name in OTHERS else take_step(**CASES[name])
+            results[name] = take_step(**CASES[name])
         except Exception as error:
             traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
