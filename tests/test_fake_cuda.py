@@ -24,8 +24,7 @@ WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
 QUICK = "float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full"
 QUICK = [*QUICK.split(", "), "old nf4", "old fsdp muon"]
-APPLE = [name for name in CASES if name.startswith("apple")]
-SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
+SLOWER = [name for name in CASES if name not in QUICK]
 
 
 @functools.cache
@@ -53,14 +52,6 @@ def test_gpus_without_bfloat16_compute_none(name):
     assert "torch.bfloat16" not in found_in(*QUICK)[name]["dtypes"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APPLE)
-def test_an_apple_gpu_has_no_float64(name):
-    found = found_in(*APPLE)[name]
-    assert not {"torch.float64", "torch.bfloat16"} & set(found["dtypes"])
-    check(found | {"attention": ["efficient"]})  # this stand-in for MPS has no kernels
-
-
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOWER)])
 def test_a_step_waits_once(name):
     check(found_in(*(QUICK if name in QUICK else SLOWER))[name])
@@ -79,8 +70,6 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
      "fsdp muon", "update", "a blocking copy at optimizers.py"),
     ("optimizers", "on_gpu and world.parallel.dtype == torch.bfloat16", "on_gpu",
      "old fsdp muon", "dtypes", "torch.bfloat16"),
-    ("devices", 'torch.float32 if device.type == "mps" else torch.float64', "torch.float64",
-     "apple", "dtypes", "torch.float64"),
 ]  # fmt: skip
 
 

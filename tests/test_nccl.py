@@ -8,17 +8,15 @@ queue over all groups, the strictest order that NCCL could keep. A call ends whe
 have begun theirs; the messages of a batch are one call. Compiled blocks and streams are not seen.
 """
 
-import math
 import os
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import slow, step_of, with_fault
+from conftest import slow, with_fault
 from exact import FOUR_HEADS, GROUPED, assert_trained, case, train
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig
-from costs.page import sends
 from evaluate import row_sums
 from generate import generate
 from model import Llama, LlamaConfig
@@ -145,7 +142,6 @@ MESHES = {
     "pp, tied": PIPELINE,
     "diloco": dict(dp="diloco", replicate=2, shard=4),
     "ddp": dict(replicate=8),
-    "fsdp": dict(dp="fsdp", shard=8),
     "fsdp, all": dict(dp="fsdp", shard=8, reshard="all"),
     "hsdp": dict(dp="hsdp", replicate=2, shard=4),
     "zero1": dict(dp="zero1", replicate=8),
@@ -157,7 +153,6 @@ MESHES = {
     "cp, full": dict(dp="fsdp", shard=8, cp=4, checkpointing="full"),
     "cp x tp": dict(dp="fsdp", shard=4, cp=2, tp=2),
     "pp": PIPELINE,
-    "pp, gpipe": PIPELINE | dict(schedule="gpipe"),
     "pp, zero-bubble": PIPELINE | dict(schedule="zero-bubble"),
     "pp, interleaved": dict(dp="fsdp", pp=2, shard=2, tp=2) | INTERLEAVED,
     "pp x cp x tp": dict(dp="fsdp", pp=2, shard=2, cp=2, tp=2),
@@ -188,21 +183,6 @@ def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
         monkeypatch.delenv(order)
         recorded(0, ParallelConfig(**MESHES[name]), tied=False)
         assert os.environ.get(order) == ordered
-
-
-def test_a_torch_without_the_old_name_of_a_collective(monkeypatch):
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    monkeypatch.setattr(dist, "all_gather_single", gather, raising=False)
-    monkeypatch.delattr(dist, "all_gather_into_tensor")
-    recorded(0, ParallelConfig(**MESHES["ddp"]), tied=False)
-
-
-def test_ddp_sends_larger_buckets_on_a_gpu():
-    config = LlamaConfig(1024, 7, 8, 8, 2816, vocab_size=8)
-    work = step_of(instruments.build_on_meta(config), ParallelConfig(replicate=2), 1, 1, 16)
-    for on_gpu, mebibytes in ((False, 25), (True, 100)):
-        ((calls, nbytes),) = sends(replace(work, on_gpu=on_gpu)).values()
-        assert calls == math.ceil(nbytes / (mebibytes << 20)) > 2
 
 
 def test_what_gets_stuck_is_found():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, parsed_by, slow, step_of, succeed
 from exact import check_step
-from test_roofline import measurement
+from test_page import measurement
 
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
@@ -75,21 +75,6 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     if best.fits:
         settings = vars(best.work.parallel) | {"microbatch": best.work.microbatch}
         assert " ".join(str(settings[name]) for name in SETTINGS) in frozen["plans"]
-
-
-def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
-    """Each of two nodes sends 4 bytes for each of P / 8 parameters of a rank, twice (n - 1)/n.
-    Without --shard, the GPUs of a node are a replica."""
-    given = "--model llama3.2-1b --gpus 16 --link 1gbit --batch 16 --dp diloco --shard 8 --every"
-    seconds = []
-    for every in (10, 20):
-        out, rows = run_with_rows(tmp_path, given, every)
-        assert "--dp diloco --shard 8 " in out and f"--every {every}" in out
-        seconds.append(rows[0]["seconds"])
-    once = 1.236e9 / 8 * 4 / 1.25e8
-    assert seconds[0] - seconds[1] == pytest.approx(once / 20, rel=0.01)
-    out = run("--model llama3.2-1b --gpus 2 --per-node 1 --dp diloco")
-    assert "--dp diloco --shard 1 " in command_in(out)
 
 
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
@@ -156,25 +141,6 @@ def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu(kind):
     assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
 
 
-SMALL_CARD = "--gpus 1 --per-node 1 --seq-len 1024 --batch 1 --gpu"
-
-
-@pytest.mark.parametrize(
-    "flags, told",
-    [
-        ("--lora --model llama3.1-70b --gpus 1 --gpu h200", "fit: --base-bits 4, or"),
-        (f"{SMALL_CARD} rtx4090", "fit: --lora, or"),
-        (f"{SMALL_CARD} 989:12:1000:32", "fit: --lora --base-bits 4, or"),
-        ("--model llama3.1-405b --dp auto", "fit: --lora --base-bits 4, or --gpus 128"),
-        ("--model llama3.1-70b --gpus 16 --gpu h200 --dp hsdp", "fit: --moments bfloat16, or"),
-        ("--schedule zero-bubble", "give --no-compile"),
-    ],
-)
-def test_what_would_fit_is_told(flags, told):
-    with pytest.raises(UserError, match=told):
-        run(flags)
-
-
 def test_a_run_takes_days_and_hours():
     """8B on 16 GPUs: days times GPUs are hours."""
     given = "--gpus 16 --shard 16 --tokens 1e12 --dollars 2 --document-length 1024 --tp 1 --pp 1"
@@ -199,19 +165,6 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     file.write_text(json.dumps(measurement() | {"compute": None}))
     with pytest.raises(UserError, match=r"bench\.py comm .* without --model"):
         run("--measured", file)
-
-
-def test_check_counts_what_was_predicted():
-    """On GPUs with 11 MB, DDP does not fit. What a plain Llama sends and keeps is exact."""
-    card = "--gpu 989:0.011:3350:450"
-    out = run("--model tiny --gpus 4 --seq-len 128 --batch 4 --shard 4 --tp 1 --check", card)
-    assert " --dp fsdp " in out
-    rows = [line.split("|")[1:4] for line in out.splitlines() if " bytes" in line]
-    assert len(rows) >= 5
-    for what, predicted, counted in rows:
-        if "payload" in what or "parameters" in what or "gradients" in what:
-            assert predicted.split(" bytes")[0] == counted.split(" bytes")[0], what
-    assert re.search(r"peak is [+-]\d\.\d% off that of an emulated step", out)
 
 
 def test_the_best_plan_starts(corpus, tmp_path):
