@@ -6,15 +6,13 @@ command runs on a CPU what can run there, to try the tests themselves."""
 import functools
 import gc
 import os
-import warnings
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import error_lines, finish, metrics, start, step_of, succeed
+from conftest import finish, metrics, start, step_of
 from test_documents import random_positions
 
 import checkpoint
@@ -31,7 +29,7 @@ from techniques import recompute
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
-from train import accumulate, train_step, update
+from train import accumulate, train_step
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -252,63 +250,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@needs_gpu
-def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
-    (text := tmp_path / "text.txt").write_text("and a line of some words\n" * 60_000)
-    succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
-    given = "--model=llama3.2-1b --batch=32 --seq-len=8192 --dtype=bfloat16 --no-compile --steps=1"
-    given = f"{given} --lr=1e-4 --eval-every=0 --save-every=0 --data={tmp_path / 'tokens'}".split()
-    result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
-    assert result.code == 2, result.err
-    (line,) = error_lines(result)
-    told, _, suggested = line.partition(", and with ")  # flags, and the gigabytes with them
-    assert told.startswith("error: out of memory on a GPU of"), line
-    suggested, _, how_to_look = suggested.partition("; ")
-    assert Path(how_to_look.split()[-2]).stat().st_size > 0
-    flags = suggested.split()[:-1]
-    again = start("train.py", *given, *flags, "--out", tmp_path / "again")
-    result = finish(again, timeout=300)
-    assert result.code == 0, (flags, result.err)
-
-
 # ------------------------------------------------------------------------------- time and steps
-
-
-WAITING = [  # model, parallel, packed, adapters
-    (SMALL, {}, False, None),
-    (SMALL, dict(dp="fsdp") | FULL, True, None),
-    (SMALL, dict(dp="zero1") | SELECTIVE, False, None),
-    (SMALL, dict(moments="bfloat16") | OFFLOADING, True, None),
-    (SMALL, dict(compile=True), True, ADAPTERS),
-    (MIXTURE, {}, False, None),
-]
-
-
-@needs_gpu
-@pytest.mark.parametrize("config, options, packed, lora", WAITING)
-def test_a_step_waits_for_the_gpu_once(process, config, options, packed, lora):
-    torch._dynamo.reset()
-    torch.use_deterministic_algorithms(False)  # some of which wait
-    model, runner, world = built(process, config, lora, dtype=LOW, **options)
-    optimizer = make_optimizer(model, world.parallel, lr=1e-4)
-    batch, waits = batch_of(4, 96, packed).to(DEVICE), []
-
-    def count_waits(part, *args):
-        """Return what a part of a step returns; its waits are the next entry of `waits`."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            result = part(*args)
-            torch.cuda.set_sync_debug_mode("default")
-        waits.append([str(w.message) for w in caught if "called a synchronizing" in str(w.message)])
-        return result
-
-    for _ in range(3):
-        train_step(runner, optimizer, batch, 2, 1.0, world, step=1)
-    loss = count_waits(accumulate, runner, batch, 2, world)
-    count_waits(update, optimizer, loss, batch, 1.0, world, 1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert [len(messages) for messages in waits] == [0, 1], waits
 
 
 @pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", offload=True)])

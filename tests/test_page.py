@@ -30,7 +30,6 @@ from perf.measured import measured_machine
 from perf.plan import SPREAD
 from plumbing.processes import init_distributed
 from techniques import float8, offload, optimizers
-from techniques.schedules import bubble, check_schedule, make_schedule
 from text.batch import Batch
 
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
@@ -330,23 +329,6 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
     asynchronous = replace(tp, parallel=replace(tp.parallel, async_tp=True))
     assert step_time(asynchronous, H100)["tp"] < step_time(tp, H100)["tp"] / 3
-
-
-def test_a_pipeline_waits_for_its_bubble():
-    """Of equal stages (p - 1) / (m + p - 1) of the time, if messages are quick. Zero-bubble saves
-    nothing beside a frozen base, whose matrices have no gradients to put off."""
-    model = build_on_meta(LlamaConfig(1024, 4, 8, 8, 4096, vocab_size=8))
-    machine = replace(H100, node_link=1e15, latency=0)
-    work = step_of(model, ParallelConfig(pp=4, **FAST), 1, 8, 4096)
-    parts = step_time(work, machine)
-    busy = parts["products"] + parts["passes"]
-    share = bubble(check_schedule(make_schedule("1f1b", 4, 8), 8, 4))
-    assert parts["pp"] / (parts["pp"] + busy) == pytest.approx(share, rel=0.02)
-    zero = replace(work, parallel=replace(work.parallel, schedule="zero-bubble"))
-    assert step_time(zero, machine)["pp"] < 0.5 * parts["pp"]
-    frozen = build_on_meta(model.config, LoRA(8))
-    times = [step_time(replace(one, model=frozen), machine) for one in (work, zero)]
-    assert times[0]["pp"] == times[1]["pp"]
 
 
 # ------------------------------------------------------------------- beside published steps

@@ -237,14 +237,6 @@ def test_sentences(parallel, part, given, said, unsaid):
     assert unsaid not in told
 
 
-def test_8_bits_are_named_where_the_device_has_them(monkeypatch):
-    assert "--float8" not in str(verdict(facts(COMPILED, on_gpu=True)))
-    monkeypatch.setattr("techniques.float8.has_float8", lambda *_: True)
-    assert "--float8 tensorwise" in verdict(facts(COMPILED, on_gpu=True))[0]
-    for parallel in (DDP, replace(COMPILED, float8="rowwise")):
-        assert "--float8" not in verdict(facts(parallel, on_gpu=True))[0]
-
-
 def test_alternatives_are_what_flags_give(monkeypatch):
     parallel, asked = ParallelConfig(dp="fsdp", shard=8, tp=2, dtype=torch.bfloat16), []
     found = facts(parallel)
