@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest.mock import MagicMock
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, refused, succeed
@@ -178,11 +177,10 @@ def sandbox(tmp_path_factory) -> Path:
         (notes / f"{source}.md").write_text((ROOT / source).read_text())
     tokenizer = directory / "notes.model"
     train_tokenizer([notes], 600, tokenizer)
-    chat = {"prompt": "Two?", "completion": "2"}
-    (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
-    pair = {"prompt": "Two?", "chosen": "2", "rejected": "3"}
-    (directory / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
-    (directory / "prompts.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
+    chat, pair = dict(completion="2"), dict(chosen="2", rejected="3")
+    for name, fields in (("chats", chat), ("pairs", pair), ("prompts", pair)):
+        line = json.dumps({"prompt": "Two?"} | fields)
+        (directory / f"{name}.jsonl").write_text(f"{line}\n" * 40)
     (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
     (directory / "docs/measured").mkdir(parents=True)
     shutil.copy(ROOT / "docs/sums.py", directory / "docs")
@@ -355,20 +353,3 @@ def test_a_browser_draws_every_curve_and_no_markup_of_a_run(tmp_path):
     assert len(re.findall(r"<circle ", dom)) == 4  # two evaluations, of loss and of bits per byte
     assert "step 50" in dom and "validation at 50: 2.5" in dom  # what the pointer points at
     assert "--lr" in dom and "<img" not in dom and "&lt;/script&gt;&lt;img" in dom
-
-
-def test_trackers_are_sent_every_step(tmp_path, monkeypatch):
-    wandb, tensorboard = MagicMock(), MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    monkeypatch.setattr(sys, "argv", ["send.py", str(write_run(tmp_path / "run", 3))])
-    page = (ROOT / "docs/trackers.md").read_text()
-    to_wandb, to_tensorboard = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    exec(to_wandb, {})
-    logged = wandb.init.return_value.log.call_args_list
-    assert [call.kwargs["step"] for call in logged] == [1, 2, 3]
-    assert logged[1].args[0]["loss"] == 2.5 and "sample" not in logged[2].args[0]
-    exec(to_tensorboard, {})
-    writer = tensorboard.SummaryWriter.return_value.__enter__.return_value
-    scalars = {call.args for call in writer.add_scalar.call_args_list}
-    assert {("loss", 2.5, 2), ("val_loss", 2.5, 3)} < scalars

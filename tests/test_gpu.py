@@ -20,8 +20,8 @@ import model as model_py
 from config import ParallelConfig
 from costs.page import holds
 from lora import LoRA
-from model import LlamaConfig, rope_angles, sum_of_losses
-from parallel import parallelize, tensor_parallel, with_mesh
+from model import LlamaConfig, rope_angles
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta, make_step, random_batch
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
@@ -182,13 +182,6 @@ def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, l
         assert not recompute.about(model, world)  # blocks are compiled as a whole
     found = gradients(model, runner, batch_of(4, 96, packed), world)
     close(found, on_the_cpu(lora, packed, config), TOLERANCES[dtype])
-
-
-def test_tensor_parallelism_of_one_rank(process, same_angles):
-    model, _, world = built(process, dtype=FLOAT64)
-    model.loss = sum_of_losses  # parallelize has replaced it, since a mesh of one has no tp
-    tensor_parallel(model, world.mesh["tp"])
-    close(gradients(model, model, batch_of(4, 96, True), world), on_the_cpu(packed=True), 1e-10)
 
 
 # ------------------------------------------------------------------------------------- memory

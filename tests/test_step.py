@@ -199,23 +199,18 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (HSDP, "shard", dict(per_node=4, peak=1), "over shard: a larger --batch", "--dp ddp"),
     (FSDP, "shard", dict(microbatches=2, peak=1), "--dp ddp sends only gradients, and a whole copy "
      "fits: 1 of 10 GB; or --reshard none all-gathers once a step", "hsdp"),
-    (FSDP, "shard", dict(microbatches=2), "a larger --microbatch, if memory allows", "--reshard"),
     # DDP would be refused with --offload.
     (replace(FSDP, offload=True), "shard", dict(peak=1), "larger --batch", "--dp ddp"),
     (TP, "tp", {}, "a smaller --tp, if memory ... --async-tp sends while", "crosses nodes"),
     (replace(TP, async_tp=True), "tp", {}, "a smaller --tp", "--async-tp"),
     (TP, "tp", dict(per_node=4), "crosses nodes: --tp 4 or less", "smaller --tp"),
-    (CP, "cp", {}, "keys and values over cp: a smaller --cp", "crosses nodes"),
     (replace(CP, shard=4, tp=2), "cp", dict(per_node=4), "crosses nodes: --cp 2 or less", "larger"),
-    (FULL, "recompute", dict(peaks={"none": 11, "selective": 6}), "--checkpointing selective fits: "
-     "6 of 10 GB", "--checkpointing none"),
     (SELECTIVE, "recompute", dict(peaks={"none": 11, "products": 8}), "--checkpointing products "
      "fits: 8 of 10 GB", "--checkpointing none"),
     # Selective checkpointing would be refused with it.
     (OFFLOADED, "recompute", dict(peaks={"selective": 6}), "recompute 30 %", "selective"),
     (OFFLOADED, "recompute", dict(peak=6), "--checkpointing none fits: 6 of 10 GB ... without "
      "--offload-activations nothing is copied", "selective"),
-    (DDP, "optimizer", dict(peak=1), "a larger --batch updates less often", "--dp ddp"),
     # ZeRO-1's all-gather of weights is part of the optimizer's time.
     (ZERO1, "optimizer", dict(peaks={"ddp": 9}), "--dp ddp sends only gradients, and a whole copy "
      "fits: 9 of 10 GB", "--optimizer"),
