@@ -217,7 +217,6 @@ LATE = {
 
 FAULTS = [  # a case, a file, a line and its fault, and what is told
     ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "modified inplace"),
-    ("async tp", "async_tp", "return wait(under_way).view", "return under_way.view", "finite"),
     ("pp", "pipeline", "self.exchange(tick, result))", "self.exchange(tick, result));"
      " result is None or result.mul_(2)", "an input of send was changed before it was waited for"),
 ]  # fmt: skip

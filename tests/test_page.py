@@ -240,10 +240,6 @@ def measurement() -> dict:
 
 def test_machines_by_name_and_by_numbers():
     assert (H100.peak, H100.memory, H100.bandwidth, H100.link) == (989.4e12, 80e9, 3.35e12, 50e9)
-    capped = assumed_machine("h100-500w", "400gbit", 8, "cudnn")
-    cap, cudnn = REACHED["h100-500w"], REACHED["attention h100 cudnn"]
-    assert capped.matmul_fraction == pytest.approx(cap * H100.matmul_fraction)
-    assert capped.attention_fraction == pytest.approx(cap * cudnn)
     by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
     assert (by_numbers.peak, by_numbers.memory, by_numbers.link) == (312e12, 80e9, 12.5e9)
     assert link_speed("400gbit") == link_speed("400Gb/s") == link_speed("50GB") == 50e9
