@@ -24,13 +24,10 @@ from costs.page import Traffic, holds, sends
 from costs.seconds import collective_time, compute_time, sent_bytes, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
-from parallel import with_mesh
-from perf.instruments import build_on_meta, emulate, make_step, needs_real_tensors
+from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from perf.measured import measured_machine
 from perf.plan import SPREAD
-from plumbing.processes import init_distributed
 from techniques import float8, offload, optimizers
-from text.batch import Batch
 
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
 WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
@@ -202,28 +199,11 @@ def test_peaks_on_one_h200(model, microbatch, checkpointing, moments, measured):
     assert holds(work)["peak"] == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "products", "selective", "full"])
-def test_a_mask_takes_what_is_predicted(checkpointing):
-    """Attention by a mask: a row of it for each token, k and v for each query head."""
-    parallel = ParallelConfig(checkpointing=checkpointing)
-    work = Work(build_on_meta(CHUNKY), parallel, 2, 2, 512, document=50)
-    tokens = torch.zeros(2, 512, dtype=torch.int64)
-    batch = Batch(tokens, tokens, (torch.arange(1024) % 50).view(2, 512), 1)
-    training = make_step(work, with_mesh(init_distributed(), parallel), batch)
-    for _ in range(2):  # step 1 makes AdamW's moments
-        _, held = training.count()
-    torch.distributed.destroy_process_group()
-    assert holds(work)["peak"] == pytest.approx(held["peak"], rel=0.1)
-
-
 # ----------------------------------------------------------------------------------------- seconds
-
 
 H100 = replace(assumed_machine("h100", "400gbit", 8), node_link=450e9)
 ROUND = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=0.5, attention_fraction=0.25)
 FAST = dict(dtype=torch.bfloat16, compile=True)
-
-
 calibrate = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/calibrate.py")))
 FITS = json.loads(calibrate.RESULTS.read_text())
 

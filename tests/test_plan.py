@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,12 +44,6 @@ def run(*flags) -> str:
         gc.unfreeze()  # what the command has frozen, as the only one of its process
 
 
-def run_with_rows(directory: Path, *flags) -> tuple[str, list[dict]]:
-    """Return what bench.py plan prints, and what it writes to --json, the fastest plan first."""
-    file = directory / "plans.json"
-    return run(*flags, "--json", file), json.loads(file.read_text())
-
-
 def command_in(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("torchrun"))
 
@@ -78,7 +71,9 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
 
 
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
-    out, found = run_with_rows(tmp_path, "--model llama3.1-8b --gpus 16 --top 99")
+    file = tmp_path / "plans.json"
+    out = run("--model llama3.1-8b --gpus 16 --top 99 --json", file)
+    found = json.loads(file.read_text())
     table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
     rows, sizes = table.splitlines()[1:], (1, 2, 4, 8, 16)
     meshes = [(pp, tp, shard) for pp in sizes for tp in sizes[:-1] for shard in sizes
@@ -130,15 +125,13 @@ def test_the_flags_of_every_plan_ask_for_it():
         check_step(work, base_bits=16)
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
-def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu(kind):
+def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     """The command is one that finetune_lora.py takes."""
-    given = "--lora --model llama3.1-70b --gpus 1 --per-node 1 --gpu h200 --base-bits 4"
-    out = run(given, "--dora" * (kind == "DoRA"))
-    assert f"{kind} of rank 8 beside a base in 4 bits" in out and "--lr 0.0001 " in command_in(out)
+    out = run("--lora --dora --model llama3.1-70b --gpus 1 --per-node 1 --gpu h200 --base-bits 4")
+    assert "DoRA of rank 8 beside a base in 4 bits" in out and "--lr 0.0001 " in command_in(out)
     words = shlex.split(command_in(out))
     args = parsed_by(*words[words.index("finetune_lora.py") :])
-    assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
+    assert args.base_bits == 4 and args.dora and args.seq_len == 8192
 
 
 def test_a_run_takes_days_and_hours():

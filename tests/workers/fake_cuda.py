@@ -141,18 +141,10 @@ def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False)
     if q.device.type != DEVICE.type:
         options = dict(is_causal=is_causal, enable_gqa=enable_gqa)
         return attention_on_cpu(q, k, v, attn_mask, **options)
-    if q.dtype == torch.float64:
-        kernel = "math"
-    elif attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
-        kernel = "cudnn"
-    else:
-        kernel = "flash" if q.dtype == LOW and attn_mask is None else "efficient"
+    kernel = "flash" if q.dtype == LOW and attn_mask is None else "efficient"
     ATTENTION.add(kernel)
     if kernel == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-    if kernel == "math":
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
     assert q.shape[1] == k.shape[1], "this kernel needs a key/value head for each query head"
     if attn_mask is not None:
         attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
@@ -253,7 +245,6 @@ ADAPTERS, DORA = LoRA(8), LoRA(8, dora=True)
 CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of take_step
     "float32": dict(dtype=torch.float32),
     "float32 packed": dict(dtype=torch.float32, packed=True),
-    "float64": dict(dtype=torch.float64),
     "qk norm": dict(qk_norm=True),
     "packed": dict(packed=True, qk_norm=True, checkpointing="selective"),
     "muon": dict(optimizer="muon"),
