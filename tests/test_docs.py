@@ -171,7 +171,7 @@ def sandbox(tmp_path_factory) -> Path:
     notes.mkdir()
     for source in ("model.py", "train.py", "parallel.py", "data.py"):
         (notes / f"{source}.md").write_text((ROOT / source).read_text())
-    tokenizer = directory / "notes.model"
+    tokenizer = directory / "llama.model"  # the README makes notes.model
     train_tokenizer([notes], 600, tokenizer)
     chat, pair = dict(completion="2"), dict(chosen="2", rejected="3")
     for name, fields in (("chats", chat), ("pairs", pair), ("prompts", pair)):
