@@ -1,30 +1,27 @@
 """README.md and docs: every command is one that its script takes, and runs, in small; every link
-and picture exists."""
+and picture exists; docs/gpu.py runs commands that exist, and keeps what it has measured. And the
+page of report.py has every curve of a run, and no text of a run becomes markup."""
 
 import json
+import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    changed_copy,
-    hugging_face_model,
-    launch,
-    parsed_by,
-    succeed,
-)
+from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, refused, succeed
 from test_train import flags
 
 from data import train_tokenizer
-from model import LlamaConfig
+from model import PRESETS, LlamaConfig
+from report import CURVES, POINTS, page_of, read_run
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,13 +107,17 @@ def test_a_script_takes_the_flags(command):
 
 
 def test_the_numbers_of_the_slurm_script_fit_together():
-    """Its ranks can share the batch; torchrun waits for a save, and gives up before Slurm does."""
+    """Its ranks can share the batch; torchrun waits for a save, and gives up before Slurm does. The
+    script goes on with the run where it stopped, and is valid Bash."""
     flags = ("--nodes=", "--nproc-per-node ", "--batch ", "SHUTDOWN_TIMEOUT=", "--signal=TERM@")
     nodes, processes, batch, wait, left = (
         int(re.search(rf"{flag}(\d+)", slurm_script())[1]) for flag in flags
     )
     assert nodes * processes > 1 and batch % (nodes * processes) == 0
     assert 300 < wait < left
+    (command,) = re.findall(r" train\.py (.*)", slurm_script().replace("\\\n", " "))
+    assert parsed_by("train.py", *shlex.split(command)).resume
+    subprocess.run(["bash", "-n", "-c", slurm_script()], check=True)
 
 
 def slurm_script() -> str:
@@ -142,21 +143,6 @@ def test_the_cell_for_notebooks_runs(corpus, tmp_path, capsys):
     (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/colab.md").read_text(), re.DOTALL)
     exec(cell.replace("out/tiny", str(tmp_path / "tiny")), {})
     assert capsys.readouterr().out.startswith("torch.Size([1, 15, ")
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text().split()) <= 1200
-
-
-@pytest.mark.slow
-def test_pictures_are_drawn(tmp_path):
-    """All but that of a step, which is no longer measured."""
-    pytest.importorskip("matplotlib")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg"))
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, tmp_path / "docs/pictures.py"], env=environment, check=True)
-    names = [{path.name for path in home.glob("docs/*.svg")} for home in (ROOT, tmp_path)]
-    assert names[0] == names[1] | {"bubble.svg"}
 
 
 # -------------------------------------------------------------------------------- they run
@@ -185,13 +171,12 @@ def sandbox(tmp_path_factory) -> Path:
     notes.mkdir()
     for source in ("model.py", "train.py", "parallel.py", "data.py"):
         (notes / f"{source}.md").write_text((ROOT / source).read_text())
-    tokenizer = directory / "notes.model"
+    tokenizer = directory / "llama.model"  # the README makes notes.model
     train_tokenizer([notes], 600, tokenizer)
-    chat = {"prompt": "Two?", "completion": "2"}
-    (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
-    pair = {"prompt": "Two?", "chosen": "2", "rejected": "3"}
-    (directory / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
-    (directory / "prompts.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
+    chat, pair = dict(completion="2"), dict(chosen="2", rejected="3")
+    for name, fields in (("chats", chat), ("pairs", pair), ("prompts", pair)):
+        line = json.dumps({"prompt": "Two?"} | fields)
+        (directory / f"{name}.jsonl").write_text(f"{line}\n" * 40)
     (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
     (directory / "docs/measured").mkdir(parents=True)
     shutil.copy(ROOT / "docs/sums.py", directory / "docs")
@@ -221,19 +206,10 @@ def in_small(command: Command, directory: Path) -> list[str]:
     return arguments + small.split()
 
 
-def make_room(command: Command, directory: Path) -> None:
-    """Delete what another page has left in the directory in which a command will train."""
-    words = in_small(command, directory)
-    if command.script == "train.py" and "--resume" not in words:
-        default = "out/small" if "--model" in words else "out/tiny"
-        out = words[words.index("--out") + 1] if "--out" in words else default
-        shutil.rmtree(directory / out, ignore_errors=True)
-
-
 @pytest.mark.slow
 def test_every_command_runs(sandbox):
-    """In the order of the pages, each once; those for several nodes by the tests below, and races
-    by test_race.py."""
+    """In the order of the pages, each once, but for those of several nodes; races are in
+    test_race.py."""
     failures, ran, page = [], [], ""
     for command in COMMANDS:
         elsewhere = command.launcher or "mps" in command.arguments  # test_devices.py refuses mps
@@ -245,29 +221,18 @@ def test_every_command_runs(sandbox):
                     shutil.rmtree(out)
         page = command.page
         ran.append(command[2:])
-        make_room(command, sandbox)
-        worker = "tests/workers/in_directory.py"
-        given = [worker, sandbox, command.script, *in_small(command, sandbox)]
+        words = in_small(command, sandbox)
+        if command.script == "train.py" and "--resume" not in words:  # another page trained there
+            default = "out/small" if "--model" in words else "out/tiny"
+            out = words[words.index("--out") + 1] if "--out" in words else default
+            shutil.rmtree(sandbox / out, ignore_errors=True)
+        given = ["tests/workers/in_directory.py", sandbox, command.script, *words]
         most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
         result = launch(*given, nproc=min(command.nproc, most), timeout=300)
         print(command.page, command.text, result.codes, flush=True)
         if set(result.codes) != {0}:
             failures.append((command.page, command.text, result.err[-2000:]))
     assert not failures, "\n".join(map(str, failures))
-
-
-@pytest.mark.slow
-def test_the_checkpoint_within_a_checkpoint_is_found(tmp_path):
-    page = (ROOT / "docs/cases.md").read_text()
-    (edit,) = re.findall(r"^```diff\n- +(.*)\n\+ +(.*)\n```", page, re.MULTILINE)
-    changed = changed_copy(tmp_path / "copy", edits=dict([edit]))
-    (twice,) = [c for c in COMMANDS if c.page == "cases.md" and "full" in c.arguments]
-    flags = in_small(twice, tmp_path)
-    out = succeed(*changed, "bench.py", *flags).out
-    (sentence,) = re.findall(r"^- attention runs forward 3 times .*$", page, re.MULTILINE)
-    assert sentence in out
-    out = succeed(*changed, "bench.py", *flags, "--checkpointing", "none").out
-    assert "runs forward 2 times a layer and microbatch, and --checkpointing none needs 1" in out
 
 
 def on_two_nodes(*command, cwd: Path, **environment) -> subprocess.CompletedProcess:
@@ -280,44 +245,94 @@ def on_two_nodes(*command, cwd: Path, **environment) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT | environment, **options)
 
 
-@pytest.mark.slow
-def test_commands_for_two_emulated_nodes_run(sandbox):
-    for command in COMMANDS:
-        if command.launcher[:1] == ["perf/two_nodes.sh"]:
-            assert re.fullmatch(r"\d+[mg]bit", command.launcher[1])
-            make_room(command, sandbox)
-            given = "1gbit", command.nproc, ROOT / command.script  # ten minutes with 50mbit
-            result = on_two_nodes(*given, *in_small(command, sandbox), cwd=sandbox)
-            assert result.returncode == 0, (command.text, result.stderr[-2000:])
-            assert "node 0 sent" in result.stdout
+# -------------------------------------------------------------------------- docs/gpu.py
+
+gpu = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu.py")))
+OF_GPU = [(name, line) for part in gpu.PARTS.values() for name, line, _ in part]
 
 
-@pytest.mark.slow
-def test_the_slurm_script_runs_and_resumes(sandbox):
-    """With a stand-in for Slurm that starts both nodes on this machine."""
-    if not (tokens := sandbox / "notes_tokens").exists():  # else a command of the README made them
-        sources = sandbox / "my_notes", "--tokenizer", sandbox / "notes.model"
-        succeed("data.py", "tokenize", *sources, "--out", tokens)
-    script = slurm_script().replace("--nproc-per-node 8", "--nproc-per-node 1")
-    script = script.replace(". .venv/bin/activate", "true")
-    small = FEW.replace("--steps 2", "--steps $STEPS")
-    script = script.replace("--resume", f"--resume --model tiny {small}")
-    script = script.replace(" train.py", f" {ROOT / 'train.py'}")
-    commands = sandbox / "slurm"
-    commands.mkdir()
-    for name, body in {
-        "scontrol": "echo 127.0.0.1; echo other",
-        "srun": '[ "$SRUN_CPUS_PER_TASK" = 7 ] || exit 9; "$@" & first=$!; "$@" && wait $first',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
-        (commands / name).chmod(0o755)
-    environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
-    environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    environment |= {"SLURM_CPUS_PER_TASK": "7", "SLURM_JOB_ID": str(os.getpid())}
-    for steps in ("2", "4"):
-        environment["STEPS"] = steps
-        options = dict(cwd=sandbox, env=environment, capture_output=True, text=True, timeout=180)
-        result = subprocess.run(["bash", "-eu", "-c", script], **options)
-        assert result.returncode == 0, result.stderr[-3000:]
-    assert "resumed from out/notes/step-00000002" in result.stdout
+@pytest.mark.parametrize("line", [line for _, line in OF_GPU])
+def test_a_command_for_gpus_parses(line):
+    assert len(dict(OF_GPU)) == len(OF_GPU)  # no name is used twice
+    script, *words = shlex.split(line)
+    if script == "docs/gpu.py":
+        assert words[0] == "--measure" and words[1] in gpu.MEASURES
+    elif script == "bench.py":
+        assert parsed_by(script, *words, "--json", "x.json").model in PRESETS
+    else:
+        assert (script, words[0]) == ("-m", "pytest") and (ROOT / words[-1]).exists()
+
+
+def test_what_was_measured_is_kept_and_errors_are_run_again(tmp_path, monkeypatch):
+    """Nothing begins for which no time is left."""
+    names, ran, file = [name for name, _, _ in gpu.PARTS["A"]], [], tmp_path / "gpu.json"
+    results = {names[0]: {"result": {"x": 1}}, names[1]: {"result": "error: killed"}}
+    file.write_text(json.dumps(results))
+    run_part, of_part = gpu.run_part, gpu.run_part.__globals__
+    monkeypatch.setitem(of_part, "run_command", lambda line, *_: ran.append(line) or "done")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setitem(of_part, "PART_SECONDS", 0)
+    run_part("A", file)
+    assert ran == []
+    monkeypatch.setitem(of_part, "PART_SECONDS", 1000)
+    run_part("A", file)
+    assert ran == [line for _, line, _ in gpu.PARTS["A"][1:]]
+    results = json.loads(file.read_text())
+    assert results[names[0]] == {"result": {"x": 1}} and results[names[1]]["result"] == "done"
+
+
+@pytest.mark.parametrize("what", gpu.MEASURES)
+def test_what_is_measured_in_here_runs_on_a_cpu(what):
+    (line,) = succeed("docs/gpu.py", "--measure", what).out.splitlines()
+    assert json.loads(line)
+
+
+# --------------------------------------------------------------------------------------- report.py
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--"
+
+
+def write_run(directory, steps: int):
+    """Write a run's files as train.py does, with a loss of 2 + 1/step; return its directory."""
+    directory.mkdir()
+    flags = {"lr": 0.02, "seed": 0, "prompt": HOSTILE}
+    config = {"flags": flags, "run": {"command": f"train.py {HOSTILE}", "ranks": 2}}
+    (directory / "config.json").write_text(json.dumps(config))
+    with open(directory / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            row = {"step": step, "tokens": 8 * step} | {name: 2 + 1 / step for name in CURVES}
+            if step == steps:
+                row |= {"val_loss": 2.5, "val_bits_per_byte": 1.5, "sample": HOSTILE}
+            print(json.dumps(row), file=file)
+    return directory
+
+
+def test_a_record_that_is_broken_or_grows_is_read(tmp_path, capsys):
+    refused(launch("report.py", tmp_path), "is no run of train.py")
+    out = write_run(tmp_path / "run", 3)
+    rows = ["no JSON", "[1]", '{"step": "x"}', '{"step": 4, "tokens": 32, "loss": NaN}', '{"step"']
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write("\n".join(rows))
+    (out / "config.json").unlink()
+    run = read_run(out)
+    assert "left out 3 lines that are damaged, the first is line 4" in capsys.readouterr().err
+    assert run["step"] == [1, 2, 3, 4]
+    assert run["curves"]["loss"] == [3.0, 2.5, 2.33333, None]
+    assert run["flags"] == {}
+
+
+def test_a_long_run_is_thinned_by_means(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 2 * POINTS + 1))
+    size = run["steps_a_point"]
+    assert size == 3 and run["step"][0] == size
+    assert len(run["step"]) == math.ceil((2 * POINTS + 1) / size)
+    assert run["curves"]["loss"][0] == pytest.approx(2 + (1 + 1 / 2 + 1 / 3) / 3, rel=1e-5)
+    assert run["evaluations"][0]["step"] == 2 * POINTS + 1  # evaluations are all there
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path):
+    """Neither in the script that holds it as JSON, nor where that script shows it."""
+    page = page_of([run := read_run(write_run(tmp_path / "run", 50))])
+    assert run["flags"]["prompt"] == HOSTILE and "<img" not in page and "innerHTML" not in page
+    (found,) = re.findall(r'^.*\{"runs": .*$', page, re.MULTILINE)
+    assert json.loads(found[found.index("{") : found.rindex("}") + 1]) == {"runs": [run]}

@@ -5,36 +5,31 @@ command runs on a CPU what can run there, to try the tests themselves."""
 
 import functools
 import gc
-import json
 import os
-import warnings
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import error_lines, finish, metrics, start, step_of, succeed
+from conftest import finish, metrics, start, step_of
 from test_documents import random_positions
-from test_train import flags
 
 import checkpoint
 import model as model_py
 from config import ParallelConfig
 from costs.page import holds
 from lora import LoRA
-from model import LlamaConfig, rope_angles, sum_of_losses
-from parallel import parallelize, tensor_parallel, with_mesh, zero_gradients
-from perf.instruments import Counted, build_on_meta, make_step, random_batch, silenced
+from model import LlamaConfig, rope_angles
+from parallel import parallelize, with_mesh
+from perf.instruments import build_on_meta, make_step, random_batch
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
-from runs.changed import check_documents
 from techniques import recompute
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
-from train import accumulate, train_step, update
+from train import accumulate, train_step
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -47,6 +42,8 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 SMALL = LlamaConfig(256, 3, 4, 2, 512, vocab_size=1000)
 MIXTURE = replace(SMALL, n_experts=8)
+# Each token uses all experts: else those of some would change with the rounding of bfloat16.
+DENSE_MIXTURE = replace(SMALL, n_experts=4, top_k=4, balance="none")
 FLOAT64, FLOAT32, LOW = torch.float64, torch.float32, torch.bfloat16
 TOLERANCES = {FLOAT64: 1e-10, FLOAT32: 1e-4, LOW: 0.05}
 ADAPTERS = LoRA(8, alpha=32)
@@ -151,69 +148,40 @@ OTHERS = {
 }
 ADAPTED = {"fsdp adapters": dict(dp="fsdp", reshard="adapters")}
 PACKED = False, True
+HIGH = FLOAT64, FLOAT32
+OF_EXPERTS = "ddp", "selective", "fsdp full"
 CASES = [
-    *product(SPLITS, PACKED, [FLOAT64, FLOAT32], [None]),
-    *product(["ddp", "fsdp adapters"], [False], [FLOAT64, FLOAT32], [ADAPTERS]),
-    *product(OTHERS, [False], [FLOAT32], [None]),
-    *product(["ddp", "fsdp full", "selective", "compiled"], PACKED, [LOW], [None, ADAPTERS]),
+    *product(SPLITS, PACKED, HIGH, [None], [SMALL]),
+    *product(["ddp", "fsdp adapters"], [False], HIGH, [ADAPTERS], [SMALL]),
+    *product(OTHERS, [False], [FLOAT32], [None], [SMALL]),
+    *product(
+        ["ddp", "fsdp full", "selective", "compiled"], PACKED, [LOW], [None, ADAPTERS], [SMALL]
+    ),
+    *product([*OF_EXPERTS, "fsdp full offloaded"], [False], HIGH, [None], [MIXTURE]),
+    *product([*OF_EXPERTS, *OTHERS], [False], [LOW], [None], [DENSE_MIXTURE]),
 ]
 
 
-@pytest.mark.parametrize(
-    "name, packed, dtype, lora",
-    CASES,
-    ids=lambda given: "lora" if given is ADAPTERS else str(given),
-)
-def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, lora):
+def case_id(given) -> str:
+    named = {ADAPTERS: "lora", SMALL: "", MIXTURE: "experts", DENSE_MIXTURE: "all experts"}
+    return named.get(given, str(given))
+
+
+@pytest.mark.parametrize("name, packed, dtype, lora, config", CASES, ids=case_id)
+def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, lora, config):
+    if config is DENSE_MIXTURE and not ON_GPU:
+        pytest.skip("needs the kernel of all experts")
     if dtype != LOW:
         request.getfixturevalue("same_angles")
     torch._dynamo.reset()
-    model, runner, world = built(
-        process, SMALL, lora, **(SPLITS | OTHERS | ADAPTED)[name], dtype=dtype
-    )
+    split = (SPLITS | OTHERS | ADAPTED)[name]
+    model, runner, world = built(process, config, lora, **split, dtype=dtype)
     if world.parallel.offload:
         assert all(p.device.type == "cpu" for p in model.parameters())
+    if config is DENSE_MIXTURE and world.parallel.compile:
+        assert not recompute.about(model, world)  # blocks are compiled as a whole
     found = gradients(model, runner, batch_of(4, 96, packed), world)
-    close(found, on_the_cpu(lora, packed), TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32])
-@pytest.mark.parametrize("name", ["ddp", "selective", "fsdp full", "fsdp full offloaded"])
-def test_gradients_of_experts_are_those_of_the_cpu(process, same_angles, name, dtype):
-    model, runner, world = built(process, MIXTURE, **SPLITS[name], dtype=dtype)
-    found = gradients(model, runner, batch_of(4, 96, False), world)
-    close(found, on_the_cpu(config=MIXTURE), TOLERANCES[dtype])
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", ["ddp", "selective", "fsdp full", *OTHERS])
-def test_gradients_of_experts_in_one_kernel(process, name):
-    """Each token uses all experts: else those of some would change with rounding."""
-    torch._dynamo.reset()
-    config = replace(SMALL, n_experts=4, top_k=4, balance="none")
-    model, runner, world = built(process, config, **(SPLITS | OTHERS)[name], dtype=LOW)
-    assert not world.parallel.compile or not recompute.about(model, world)
-    found = gradients(model, runner, batch_of(4, 96, False), world)
-    close(found, on_the_cpu(config=config), TOLERANCES[LOW])
-
-
-def test_tensor_parallelism_of_one_rank(process, same_angles):
-    model, _, world = built(process, dtype=FLOAT64)
-    model.loss = sum_of_losses  # parallelize has replaced it, since a mesh of one has no tp
-    tensor_parallel(model, world.mesh["tp"])
-    close(gradients(model, model, batch_of(4, 96, True), world), on_the_cpu(packed=True), 1e-10)
-
-
-@needs_gpu
-def test_packed_documents_need_no_mask(process, monkeypatch):
-    """Nor repeated keys; and selective checkpointing computes attention once."""
-    check_documents(SMALL, with_mesh(process, ParallelConfig(dtype=LOW)))
-    monkeypatch.setattr(model_py, "document_mask", None)
-    for checkpointing, times in (("none", 1), ("selective", 1), ("full", 2)):
-        _, runner, world = built(process, dtype=LOW, checkpointing=checkpointing)
-        with Counted(world) as counted:
-            accumulate(runner, batch_of(4, 96, True).to(DEVICE), 4, world)
-        assert counted.attentions == times * SMALL.n_layers, checkpointing
+    close(found, on_the_cpu(lora, packed, config), TOLERANCES[dtype])
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -221,22 +189,17 @@ def test_packed_documents_need_no_mask(process, monkeypatch):
 
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, dict(dp="fsdp", checkpointing="full")])
-def test_offloaded_activations_change_no_bit_and_leave_the_gpu(process, options):
-    config, found, peaks = LlamaConfig(512, 10, 8, 4, 1536, vocab_size=1000), [], []
-    rows = 128 if options else 2  # inputs of blocks that take more than the gradients to come
+def test_offloaded_activations_change_no_bit(process, options):
+    config, found = LlamaConfig(512, 10, 8, 4, 1536, vocab_size=1000), []
+    rows = 128 if options else 2
     batch = batch_of(rows, 1024, True, config)
     for offload in (False, True):
         offloading = dict(dtype=LOW, offload_activations=offload)
         model, runner, world = built(process, config, **options, **offloading)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         of_batch = gradients(model, runner, batch, world, rows)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
         found.append({name: value.cpu() for name, value in of_batch.items()})
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
-    saved = 2 * 512 if options else 2 * (7 * 512 + 2 * 256 + 3 * 1536)  # bytes a token
-    assert peaks[0] - peaks[1] > 0.7 * 8 * rows * 1024 * saved, peaks
 
 
 BIG = LlamaConfig(1024, 8, 16, 4, 4096, vocab_size=32_000)
@@ -280,91 +243,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@needs_gpu
-def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(60_000)))
-    succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
-    given = "--model=llama3.2-1b --batch=32 --seq-len=8192 --dtype=bfloat16 --no-compile --steps=1"
-    given = f"{given} --lr=1e-4 --eval-every=0 --save-every=0 --data={tmp_path / 'tokens'}".split()
-    result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
-    assert result.code == 2, result.err
-    (line,) = error_lines(result)
-    told, _, suggested = line.partition(", and with ")  # flags, and the gigabytes with them
-    assert told.startswith("error: out of memory on a GPU of"), line
-    suggested, _, how_to_look = suggested.partition("; ")
-    assert Path(how_to_look.split()[-2]).stat().st_size > 0
-    flags = suggested.split()[:-1]
-    again = start("train.py", *given, *flags, "--out", tmp_path / "again")
-    result = finish(again, timeout=300)
-    assert result.code == 0, (flags, result.err)
-
-
-@needs_gpu
-def test_a_full_gpu_is_told(corpus, tmp_path):
-    gc.collect()
-    torch.cuda.empty_cache()  # of earlier tests, which `taken` would be taken from
-    free, total = torch.cuda.mem_get_info()
-    taken = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device=DEVICE)
-    given = ["--model=llama3.2-1b", "--data", corpus, "--batch=2", "--seq-len=64", "--steps=1"]
-    result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=120)
-    del taken
-    torch.cuda.empty_cache()
-    assert result.code == 2 and "of which others hold" in result.err, result.err
-
-
 # ------------------------------------------------------------------------------- time and steps
-
-
-WAITING = [  # model, parallel, packed, adapters
-    (SMALL, {}, False, None),
-    (SMALL, dict(dp="fsdp") | FULL, True, None),
-    (SMALL, dict(dp="zero1") | SELECTIVE, False, None),
-    (SMALL, dict(moments="bfloat16") | OFFLOADING, True, None),
-    (SMALL, dict(compile=True), True, ADAPTERS),
-    (MIXTURE, {}, False, None),
-]
-
-
-@needs_gpu
-@pytest.mark.parametrize("config, options, packed, lora", WAITING)
-def test_a_step_waits_for_the_gpu_once(process, config, options, packed, lora):
-    torch._dynamo.reset()
-    torch.use_deterministic_algorithms(False)  # some of which wait
-    model, runner, world = built(process, config, lora, dtype=LOW, **options)
-    optimizer = make_optimizer(model, world.parallel, lr=1e-4)
-    batch, waits = batch_of(4, 96, packed).to(DEVICE), []
-
-    def count_waits(part, *args):
-        """Return what a part of a step returns; its waits are the next entry of `waits`."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            result = part(*args)
-            torch.cuda.set_sync_debug_mode("default")
-        waits.append([str(w.message) for w in caught if "called a synchronizing" in str(w.message)])
-        return result
-
-    for _ in range(3):
-        train_step(runner, optimizer, batch, 2, 1.0, world, step=1)
-    loss = count_waits(accumulate, runner, batch, 2, world)
-    count_waits(update, optimizer, loss, batch, 1.0, world, 1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert [len(messages) for messages in waits] == [0, 1], waits
-
-
-@pytest.mark.parametrize("options", [{}, dict(dp="fsdp")])
-def test_silenced_collectives_come_back(process, same_angles, options):
-    """And what is computed meanwhile leaves no trace."""
-    model, runner, world = built(process, **options, dtype=FLOAT64)
-    group, batch = world.mesh.get_group("shard"), batch_of(4, 96, False)
-    real = type(group._get_backend(DEVICE))
-    with silenced(runner, world, ["shard"]):
-        assert type(group._get_backend(DEVICE)) is not real
-        accumulate(runner, batch.to(DEVICE), 2, world)
-    assert type(group._get_backend(DEVICE)) is real
-    zero_gradients(make_optimizer(model, world.parallel), world)
-    close(gradients(model, runner, batch, world), on_the_cpu(), TOLERANCES[FLOAT64])
 
 
 @pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", offload=True)])
@@ -396,17 +275,6 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 
 
 # ------------------------------------------------------------------------------- whole commands
-
-
-@needs_gpu
-def test_a_profile_shows_kernels(corpus, tmp_path):
-    given = flags(corpus, tmp_path / "out", steps=8, dtype="bfloat16")
-    result = finish(start("train.py", *given, "--profile", "--no-compile"), timeout=200)
-    assert result.code == 0, result.err
-    trace = json.loads((tmp_path / "out" / "trace-0.json").read_text())["traceEvents"]
-    kernels = [event for event in trace if event.get("cat") == "kernel"]
-    assert any("flash" in event["name"] for event in kernels)
-    assert all(row["memory_bytes"] > 0 for row in metrics(tmp_path / "out"))
 
 
 @needs_gpu

@@ -1,28 +1,31 @@
-"""bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best."""
+"""bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best. And
+costs/search.py: --dp auto takes what fits, and what would fit is named."""
 
 import gc
 import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, parsed_by, slow, succeed
+from conftest import ROOT, parsed_by, slow, step_of, succeed
 from exact import check_step
-from test_roofline import measurement
+from test_page import measurement
 
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
 from costs import search
-from costs.machines import GPUS, REACHED, assumed_machine
+from costs.machines import GPUS, assumed_machine
 from costs.page import holds
+from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from model import PRESETS, LlamaConfig
-from perf.instruments import build_on_meta
+from perf.instruments import build_on_meta, emulate
 from plumbing.parser import Parser
 from plumbing.processes import UserError
 from runs.flags import add_pretraining_flags
+from runs.setup import ratio_of_peaks
 from techniques.schedules import SCHEDULES
 
 FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
@@ -30,7 +33,6 @@ SETTINGS = (
     "dp replicate shard tp cp pp schedule stages_per_rank reshard checkpointing "
     "offload_activations microbatch"
 ).split()
-WITHOUT_TP = "--tp 1 --pp 1"
 
 
 def run(*flags) -> str:
@@ -42,23 +44,14 @@ def run(*flags) -> str:
         gc.unfreeze()  # what the command has frozen, as the only one of its process
 
 
-def run_with_rows(directory: Path, *flags) -> tuple[str, list[dict]]:
-    """Return what bench.py plan prints, and what it writes to --json, the fastest plan first."""
-    file = directory / "plans.json"
-    return run(*flags, "--json", file), json.loads(file.read_text())
-
-
 def command_in(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("torchrun"))
 
 
-def rows_in(out: str) -> dict[str, str]:
-    """Return the rows of the table by their strategy and mesh, such as `hsdp 2 x 4`."""
-    table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
-    return {row.partition("  ")[0]: row for row in table.splitlines()[1:]}
+LARGE = re.compile("512|8B on 64")  # whose many plans take long
 
 
-@pytest.mark.parametrize("name", [slow(name) if "512" in name else name for name in FROZEN])
+@pytest.mark.parametrize("name", [slow(name) if LARGE.search(name) else name for name in FROZEN])
 def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     """frozen_plans.json has the plans within 3 % of the best, by formulas of twice as many lines,
     which followed each combination of techniques to the byte. They did not know products saved,
@@ -77,31 +70,19 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
         assert " ".join(str(settings[name]) for name in SETTINGS) in frozen["plans"]
 
 
-def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
-    """Each of two nodes sends 4 bytes for each of P / 8 parameters of a rank, twice (n - 1)/n.
-    Without --shard, the GPUs of a node are a replica."""
-    given = "--model llama3.2-1b --gpus 16 --link 1gbit --batch 16 --dp diloco --shard 8 --every"
-    seconds = []
-    for every in (10, 20):
-        out, rows = run_with_rows(tmp_path, given, every)
-        assert "--dp diloco --shard 8 " in out and f"--every {every}" in out
-        seconds.append(rows[0]["seconds"])
-    once = 1.236e9 / 8 * 4 / 1.25e8
-    assert seconds[0] - seconds[1] == pytest.approx(once / 20, rel=0.01)
-    out = run("--model llama3.2-1b --gpus 2 --per-node 1 --dp diloco")
-    assert "--dp diloco --shard 1 " in command_in(out)
-
-
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
-    out, found = run_with_rows(tmp_path, "--model llama3.1-8b --gpus 16 --top 99")
-    rows, sizes = list(rows_in(out)), (1, 2, 4, 8, 16)
+    file = tmp_path / "plans.json"
+    out = run("--model llama3.1-8b --gpus 16 --top 99 --json", file)
+    found = json.loads(file.read_text())
+    table = out.partition("\nstrategy and mesh ")[2].partition("\n\n")[0]
+    rows, sizes = table.splitlines()[1:], (1, 2, 4, 8, 16)
     meshes = [(pp, tp, shard) for pp in sizes for tp in sizes[:-1] for shard in sizes
               if 16 // pp >= tp and 16 // pp // tp >= shard]  # fmt: skip
     assert len(rows) == len(meshes)
     assert {row["dp"] for row in found} == {"ddp", "zero1", "hsdp", "fsdp"}
     assert {row["checkpointing"] for row in found} == {"none", "products", "selective", "full"}
     best = next(row for row in found if row["fits"])
-    assert best["pp"] == 1 and rows[0] == f"{best['dp']} {best['shard']}"
+    assert best["pp"] == 1 and rows[0].startswith(f"{best['dp']} {best['shard']}  ")
     command = command_in(out)
     assert "--nnodes 2 --nproc-per-node 8 --node-rank 0" in command
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
@@ -136,7 +117,7 @@ def test_the_flags_of_every_plan_ask_for_it():
     add_pretraining_flags(parser := Parser())
     for parallel in parallels:
         args = parser.parse_args(flags_of(parallel).split())
-        again = search.with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
+        again = with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
         if again.reshard == "auto":  # nothing is sharded
             again = replace(again, reshard="weights")
         assert again == parallel
@@ -144,74 +125,20 @@ def test_the_flags_of_every_plan_ask_for_it():
         check_step(work, base_bits=16)
 
 
-def test_zero1_wins_where_only_adamw_is_too_large():
-    """8B on 8 GPUs of 150 GB: DDP's AdamW state alone takes 64 GB, ZeRO-1's 8 GB. Of the two, which
-    have the same mesh, the table has the one that fits."""
-    out = run("--gpu 989:150:3350:450 --seq-len 2048 --batch 8 --shard 1", WITHOUT_TP)
-    command = command_in(out)
-    assert rows_in(out)["zero1 8"].endswith("the fastest")
-    assert " --dp zero1 " in command and "--shard" not in command and "--reshard" not in command
-
-
-def test_8_bits_are_faster(tmp_path):
-    """8B on 8 GPUs, as the command that is printed asks for."""
-    speed, mfu = {}, {}
-    for recipe in ("none", "tensorwise", "rowwise"):
-        out, rows = run_with_rows(tmp_path, "--shard 8", WITHOUT_TP, "--float8", recipe)
-        speed[recipe] = rows[0]["tokens_per_second_per_gpu"]
-        mfu[recipe] = int(re.search(r"MFU (\d+)%", out)[1])
-        assert (f"--float8 {recipe}" in out) == (recipe != "none")
-    assert speed["none"] < speed["rowwise"] == speed["tensorwise"] < 2 * speed["none"]
-    assert mfu["tensorwise"] > mfu["none"]  # a share of the peak in bfloat16
-
-
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
-def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu(kind):
+def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     """The command is one that finetune_lora.py takes."""
-    given = "--lora --model llama3.1-70b --gpus 1 --per-node 1 --gpu h200 --base-bits 4"
-    out = run(given, "--dora" * (kind == "DoRA"))
-    assert f"{kind} of rank 8 beside a base in 4 bits" in out and "--lr 0.0001 " in command_in(out)
+    out = run("--lora --dora --model llama3.1-70b --gpus 1 --per-node 1 --gpu h200 --base-bits 4")
+    assert "DoRA of rank 8 beside a base in 4 bits" in out and "--lr 0.0001 " in command_in(out)
     words = shlex.split(command_in(out))
     args = parsed_by(*words[words.index("finetune_lora.py") :])
-    assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
-
-
-SMALL_CARD = "--gpus 1 --per-node 1 --seq-len 1024 --batch 1 --gpu"
-
-
-@pytest.mark.parametrize(
-    "flags, told",
-    [
-        ("--lora --model llama3.1-70b --gpus 1 --gpu h200", "fit: --base-bits 4, or"),
-        (f"{SMALL_CARD} rtx4090", "fit: --lora, or"),
-        (f"{SMALL_CARD} 989:12:1000:32", "fit: --lora --base-bits 4, or"),
-        ("--model llama3.1-405b --dp auto", "fit: --lora --base-bits 4, or --gpus 128"),
-        ("--model llama3.1-70b --gpus 16 --gpu h200 --dp hsdp", "fit: --moments bfloat16, or"),
-        ("--schedule zero-bubble", "give --no-compile"),
-    ],
-)
-def test_what_would_fit_is_told(flags, told):
-    with pytest.raises(UserError, match=told):
-        run(flags)
-
-
-def test_a_gpu_that_nobody_trained_on_says_so():
-    for gpu, told in (("l40s", "no training on it"), ("mi300x", "only one training"), ("h100", "")):
-        out = run("--model llama3.2-1b --gpu", gpu)
-        assert out.startswith(f"{gpu}: {told}" if told else "llama3.2-1b, 16 x 8192 tokens")
-        assert ("\nNine of ten published" in out) == (not told)
-
-
-def test_a_slow_link_decides():
-    """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
-    fast, slow = (rows_in(run("--gpus 16 --top 99 --link", link)) for link in ("400gbit", "1gbit"))
-    assert next(iter(fast)) == "fsdp 16" and next(iter(slow)) != "fsdp 16"
-    assert slow["fsdp 16"].endswith(" shard")
+    assert args.base_bits == 4 and args.dora and args.seq_len == 8192
 
 
 def test_a_run_takes_days_and_hours():
     """8B on 16 GPUs: days times GPUs are hours."""
-    out = run("--gpus 16 --shard 16 --tokens 1e12 --dollars 2", WITHOUT_TP)
+    given = "--gpus 16 --shard 16 --tokens 1e12 --dollars 2 --document-length 1024 --tp 1 --pp 1"
+    out = run(given)
+    assert " --document-mask " in command_in(out)
     (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours, \$(.*)\.\n", out)
     days, hours, dollars = (float(text.replace(",", "")) for text in told)
     assert hours == pytest.approx(days * 24 * 16, rel=0.01) == dollars / 2
@@ -233,46 +160,6 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
         run("--measured", file)
 
 
-def test_check_counts_what_was_predicted():
-    """On GPUs with 11 MB, DDP does not fit. What a plain Llama sends and keeps is exact."""
-    card = "--gpu 989:0.011:3350:450"
-    out = run("--model tiny --gpus 4 --seq-len 128 --batch 4 --shard 4 --tp 1 --check", card)
-    assert " --dp fsdp " in out
-    rows = [line.split("|")[1:4] for line in out.splitlines() if " bytes" in line]
-    assert len(rows) >= 5
-    for what, predicted, counted in rows:
-        if "payload" in what or "parameters" in what or "gradients" in what:
-            assert predicted.split(" bytes")[0] == counted.split(" bytes")[0], what
-    assert re.search(r"peak is [+-]\d\.\d% off that of an emulated step", out)
-
-
-def test_long_sequences_are_shared_or_offloaded():
-    """8B and 131,072 tokens on 8 GPUs of 80 GB: the inputs of 32 blocks alone take 34 GB."""
-    sizes = f"--batch 8 --seq-len 131072 {WITHOUT_TP}"
-    rows = rows_in(run(sizes))
-    assert "full, on CPU" in rows["fsdp 8"] and rows["fsdp 8"].endswith("the fastest")
-    assert " selective " in rows["fsdp 8, cp 8"]  # attention by flash is slower
-    out = run(sizes, "--shard 8 --cp 1 --offload-activations")
-    assert "Of 1 plans" in out and "--checkpointing full" in command_in(out)
-
-
-def test_packed_documents_are_faster(tmp_path):
-    """Attention to 1,024 tokens takes an eighth of that to 8,192."""
-    given, found = "--gpus 16 --shard 16 --tp 1 --dp fsdp --reshard weights --microbatch 1", {}
-    given += " --checkpointing none --seq-len 8192 --gpu 989:400:3350:450 --document-length"
-    for length in (0, 1024):
-        out, (found[length],) = run_with_rows(tmp_path, given, length)
-        assert ("--document-mask" in out) == (length > 0)
-    saved = found[0]["parts"]["products"] - found[1024]["parts"]["products"]
-    # Two sequences: half a square by cuDNN's kernel, an eighth of that by a flash kernel; forward,
-    # and 2.5 times that in backward.
-    config = PRESETS["llama3.1-8b"]
-    flops = 3.5 * 2 * 8192 * 2 * 8192 * config.dim * config.n_layers
-    seconds = [flops / (989e12 * REACHED[f"attention h100{kernel}"]) for kernel in ("", " cudnn")]
-    assert saved == pytest.approx(seconds[1] - seconds[0] / 8)
-    assert found[0]["bytes"] == found[1024]["bytes"]  # in bfloat16 there is no mask
-
-
 def test_the_best_plan_starts(corpus, tmp_path):
     flags = "--model tiny --gpus 4 --per-node 4 --gpu 60:80:999:99 --dtype float32 --seq-len 32"
     flags += " --batch 8 --no-compile --pp 2 --schedule interleaved"
@@ -283,3 +170,117 @@ def test_the_best_plan_starts(corpus, tmp_path):
     assert nproc == "4" and "--pp 2" in " ".join(command)
     more = ["--steps", 1, "--eval-every", 0]
     assert "step     1/1" in succeed("train.py", *command, *more, nproc=4).err
+
+
+# -------------------------------------------------------------- --dp auto, and what would fit
+
+
+def world_of(nodes: int, per_node: int):
+    return SimpleNamespace(size=nodes * per_node, per_node=per_node, device=torch.device("cpu"))
+
+
+ACCUMULATING = dict(dp="fsdp", reshard="auto", checkpointing="full")
+TAKEN = [  # preset; nodes, and GPUs of each; GB of a GPU; what is asked for, and what is taken
+    ("llama3.2-1b", (1, 8), 80, dict(dp="auto"), ("ddp", 8, 1)),  # 16 bytes x 1.2 G fit
+    ("llama3.1-8b", (1, 8), 80, dict(dp="auto"), ("fsdp", 1, 8)),  # 128 GB do not; an eighth does
+    ("llama3.1-8b", (4, 8), 80, dict(dp="auto"), ("hsdp", 4, 8)),
+    ("llama3.1-8b", (4, 8), 16, dict(dp="auto"), ("fsdp", 1, 32)),  # not even in a node
+    ("llama3.1-70b", (8, 8), 80, dict(dp="auto"), ("fsdp", 1, 64)),
+    # Each rank of tp has an eighth of a copy; tp fills a node, and all else goes across.
+    ("llama3.1-8b", (4, 8), 80, dict(dp="auto", tp=8), ("ddp", 4, 1)),
+    ("llama3.1-70b", (4, 8), 80, dict(dp="auto", tp=8), ("fsdp", 1, 4)),
+    ("llama3.1-8b", (2, 4), 999, dict(dp="zero1"), ("zero1", 8, 1)),
+    ("llama3.1-8b", (2, 4), 999, dict(dp="fsdp", tp=2), ("fsdp", 1, 4)),
+    ("llama3.1-8b", (2, 4), 999, dict(dp="hsdp", tp=2), ("hsdp", 2, 2)),  # shards: within a node
+    ("llama3.1-8b", (2, 4), 999, dict(dp="hsdp", shard=2), ("hsdp", 4, 2)),
+    # An eighth of a copy takes 16 GB, whole gradients 32 GB; one microbatch has nothing to add up.
+    ("llama3.1-8b", (1, 8), 60, ACCUMULATING | dict(microbatches=4), ("fsdp", 1, 8, "weights")),
+    ("llama3.1-8b", (1, 8), 40, ACCUMULATING, ("fsdp", 1, 8, "weights")),
+    ("llama3.1-8b", (1, 8), 40, ACCUMULATING | dict(microbatches=4), ("fsdp", 1, 8, "all")),
+]
+
+
+@pytest.mark.parametrize("preset, nodes, gigabytes, asked, expected", TAKEN)
+def test_what_fits_is_taken(preset, nodes, gigabytes, asked, expected):
+    model, world, asked = build_on_meta(PRESETS[preset]), world_of(*nodes), dict(asked)
+    shard, microbatches = asked.pop("shard", None), asked.pop("microbatches", 1)
+    batch = microbatches * world.size // asked.get("tp", 1)
+    work = Work(model, ParallelConfig(**asked), batch, 1, 2048)
+    parallel, why = choose_parallel(work, shard, world, gigabytes * 1e9)
+    taken = parallel.dp, parallel.replicate, parallel.shard, parallel.reshard
+    assert taken[: len(expected)] == expected
+    copy = 16 * sum(p.numel() for p in model.parameters()) / parallel.tp
+    assert f"take {copy / 1e9:.3g} GB" in why and f"may use {gigabytes} GB" in why
+
+
+def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
+    model = build_on_meta(LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048))
+    parameters = sum(p.numel() for p in model.parameters())
+    state = parameters * (4 + 8) // 4  # weights and moments, over 4 ranks
+    monkeypatch.setattr("costs.search.print_rank_zero", print)
+    for room, fits in ((state + 4 * parameters + 10**4, True), (state + 4 * parameters, False)):
+        monkeypatch.setattr("costs.search.usable_memory", lambda *_, room=room: room)
+        world = SimpleNamespace(
+            parallel=ParallelConfig(dp="fsdp", shard=4), device=None, per_node=4, minimum=int
+        )
+        assert fits_unsharded(step_of(model, world.parallel, 1, 1, 16), world) == fits
+    gigabytes = 4 * parameters * 3 / 4 / 1e9
+    assert f"for each token: a rank sends {gigabytes:.3g} GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "gigabytes, size, given, flags",
+    [
+        (150, 1, dict(microbatch=4, moments="bfloat16", checkpointing="products"),
+         "--checkpointing selective"),
+        (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
+        (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
+        (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
+                     moments="bfloat16", offload_activations=True), "--cp 2"),
+        (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
+         "--checkpointing full --moments bfloat16"),
+        (80, 1, dict(microbatch=1), None),
+        (120, 2, dict(batch=12, microbatch=6, pp=2, schedule="interleaved", stages_per_rank=2),
+         "--microbatch 1"),  # which refuses microbatches of 4, for 3 are no multiple of 2
+    ],
+)  # fmt: skip
+def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
+    """8B in bfloat16 on GPUs of so many GB; what is suggested fits."""
+    monkeypatch.setattr("costs.search.usable_memory", lambda device: 0.9e9 * gigabytes)
+    process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
+    seq_len, microbatch = given.pop("seq_len", 4096), given.pop("microbatch")
+    batch = given.pop("batch", 4 * size)
+    parallel = ParallelConfig(**given | dict(dtype=torch.bfloat16, compile=True))
+    parallel = with_mesh_sizes(parallel, size, size)
+    model = build_on_meta(PRESETS["llama3.1-8b"])
+    text = what_would_fit(Work(model, parallel, batch, microbatch, seq_len), process)
+    if flags is None:
+        assert text == "no flags make a step fit in 72 GB: use more GPUs, or a shorter --seq-len"
+    else:
+        assert f", and with {flags} " in text, text
+        assert float(text.split()[-1]) <= 0.9 * gigabytes
+
+
+def test_a_choice_that_barely_fits_is_counted():
+    """DDP would fill 0.9 of the memory: where a count finds a third more, FSDP is taken. A choice
+    with much room is not counted."""
+    model, world, asked = build_on_meta(PRESETS["llama3.2-1b"]), world_of(1, 8), []
+    work = Work(model, ParallelConfig(dp="auto"), 8, 1, 2048)
+    peak = holds(replace(work, parallel=ParallelConfig(replicate=8)))["peak"]
+
+    def count(choice: Work) -> float:
+        asked.append(choice.parallel.dp)
+        return 1.33 if choice.parallel.dp == "ddp" else 1.0
+
+    for room, expected, counted in ((peak / 0.9, "fsdp", ["ddp"]), (2 * peak, "ddp", [])):
+        asked.clear()
+        parallel, _ = choose_parallel(work, None, world, room, count)
+        assert (parallel.dp, asked) == (expected, counted)
+
+
+def test_a_step_is_counted_in_another_process():
+    parallel = ParallelConfig(dp="fsdp", shard=4, compile=True)
+    work = Work(build_on_meta(LlamaConfig(64, 3, 4, 2, 160, 512)), parallel, 4, 1, 256, on_gpu=True)
+    eager = replace(work, parallel=replace(parallel, compile=False), on_gpu=False)
+    _, counted = emulate(eager)
+    assert ratio_of_peaks(work) == pytest.approx(counted["peak"] / holds(eager, 0)["peak"])

@@ -9,7 +9,6 @@ from conftest import CHANGES, changed_copy, succeed
 
 from labs import race
 from labs.race import Result, verdict
-from plumbing.processes import UserError
 
 TINY = "--steps 3 --warmup 1 --batch 2 --seq-len 16 --dim 16 --ffn-dim 16 --n-layers 1 --n-heads 2"
 
@@ -59,15 +58,10 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     monkeypatch.delattr(race.os, "sched_setaffinity", raising=False)  # for this process
     base = f"{TINY} --data={text} --tokenizer=bytes".split()
     given = dict(patch=None, flags=[], base=base, rounds=1, seconds=240, processes=1)
-    with pytest.raises(UserError, match="race what"):
-        race.measure_race(Namespace(**given))
     (project / "new.py").write_text("RATE = 0.1\n")
     change = "    from new import RATE\n    args.lr = RATE\n    return process\n"
     changed_copy(project, edits={"    return process\n": change}, file="setup")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
-    (project / "new.py").write_text("RATES = 0.1\n")
-    with pytest.raises(UserError, match=r"the entry failed: .*: cannot import name 'RATE'"):
-        race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "cosine.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 

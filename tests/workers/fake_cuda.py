@@ -1,11 +1,11 @@
-"""Take training steps on a GPU that does not exist. Arguments: names of cases or of the functions
-in OTHERS. The last line of its output is JSON of the results.
+"""Take training steps on a GPU that does not exist. Arguments: names of cases. The last line of its
+output is JSON of the results.
 
 Tensors are fake: they have a device, a dtype and a shape, and no contents. Some C++ tells torch's
-CPU build that there is a CUDA device or, for cases named apple, an Apple GPU; without that,
-backward would abort. Where devices or dtypes do not fit together, torch raises an error as it would
-on a GPU. The result of a case is that error, or for each part of a step the lines at which the host
-waits for the GPU, its attention kernels, and the dtypes of all results.
+CPU build that there is a CUDA device; without that, backward would abort. Where devices or dtypes
+do not fit together, torch raises an error as it would on a GPU. The result of a case is that error,
+or for each part of a step the lines at which the host waits for the GPU, its attention kernels, and
+the dtypes of all results.
 """
 
 import ctypes
@@ -23,46 +23,31 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-APPLE = any(name.startswith("apple") for name in sys.argv)
 DEVICE_THAT_DOES_NOTHING = """
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-template <c10::DeviceType kind>
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<kind> {
-  const c10::Device gpu{kind, 0};
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  const c10::Device gpu{c10::DeviceType::CUDA, 0};
   c10::Stream stream() const noexcept { return c10::Stream(c10::Stream::DEFAULT, gpu); }
   c10::Device getDevice() const override { return gpu; }
   c10::Device exchangeDevice(c10::Device) const override { return gpu; }
   c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
 };
 namespace c10 {
-C10_REGISTER_GUARD_IMPL(CUDA, ::Guard<DeviceType::CUDA>)
-C10_REGISTER_GUARD_IMPL(MPS, ::Guard<DeviceType::MPS>)
+C10_REGISTER_GUARD_IMPL(CUDA, ::Guard)
 }
-
-bool apple = false;  // which of the two there is
-extern "C" void use_apple(bool yes) { apple = yes; }
-
-struct AppleHooks final : at::MPSHooksInterface {
-  bool hasMPS() const override { return apple; }
-  bool isBuilt() const override { return apple; }
-  bool isAvailable() const override { return apple; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-};
 
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
-  bool hasCUDA() const override { return !apple; }
-  bool isBuilt() const override { return !apple; }
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
 };
 namespace at {
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ::Hooks)
-C10_REGISTER_TYPED_CLASS(MPSHooksRegistry, "MPSHooks", ::AppleHooks)
 }
 """
 
@@ -79,7 +64,7 @@ def load_device() -> None:
         command = ["g++", "-x", "c++", "-", *flags.split(), "-ltorch_cpu", "-lc10", "-o", part]
         subprocess.run(command, input=DEVICE_THAT_DOES_NOTHING, text=True, check=True)
         part.rename(library)
-    ctypes.CDLL(str(library)).use_apple(APPLE)
+    ctypes.CDLL(str(library))
 
 
 load_device()
@@ -95,7 +80,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-DEVICE, LOW = torch.device("mps" if APPLE else "cuda", 0), torch.bfloat16
+DEVICE, LOW = torch.device("cuda", 0), torch.bfloat16
 GPU = {"is old": False}  # of a case: it has neither bfloat16 nor Triton, such as a P100
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -156,20 +141,11 @@ def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False)
     if q.device.type != DEVICE.type:
         options = dict(is_causal=is_causal, enable_gqa=enable_gqa)
         return attention_on_cpu(q, k, v, attn_mask, **options)
-    if APPLE or q.dtype == torch.float64:
-        kernel = "apple" if APPLE else "math"
-    elif attn_mask is not None and torch.backends.cuda.cudnn_sdp_enabled():
-        kernel = "cudnn"
-    else:
-        kernel = "flash" if q.dtype == LOW and attn_mask is None else "efficient"
+    kernel = "flash" if q.dtype == LOW and attn_mask is None else "efficient"
     ATTENTION.add(kernel)
     if kernel == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-    if kernel == "math":
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     assert q.shape[1] == k.shape[1], "this kernel needs a key/value head for each query head"
-    if kernel in ("math", "apple"):
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
     if attn_mask is not None:
         attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -253,11 +229,10 @@ devices.has_triton = lambda device: device.type == "cuda" and not GPU["is old"]
 import parallel as parallel_py
 from config import ParallelConfig
 from lora import LoRA
-from model import KVCache, LlamaConfig, Vocabulary
+from model import LlamaConfig
 from parallel import parallelize, with_mesh
-from perf.instruments import Instrument, build_on_meta
+from perf.instruments import build_on_meta
 from plumbing.processes import Process
-from techniques.chunked_loss import chunked_loss
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
@@ -270,7 +245,6 @@ ADAPTERS, DORA = LoRA(8), LoRA(8, dora=True)
 CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of take_step
     "float32": dict(dtype=torch.float32),
     "float32 packed": dict(dtype=torch.float32, packed=True),
-    "float64": dict(dtype=torch.float64),
     "qk norm": dict(qk_norm=True),
     "packed": dict(packed=True, qk_norm=True, checkpointing="selective"),
     "muon": dict(optimizer="muon"),
@@ -299,8 +273,6 @@ CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of tak
     "old fsdp muon": FSDP | dict(dtype=torch.float32, optimizer="muon"),
     "old moments": dict(dtype=torch.float32, moments="bfloat16"),
     "old nf4": dict(dtype=torch.float32, lora=ADAPTERS, bits=4),
-    "apple": dict(dtype=torch.float32, packed=True, optimizer="muon"),
-    "apple lora": dict(dtype=torch.float32, lora=ADAPTERS),
 }
 
 
@@ -339,47 +311,6 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     }
 
 
-def generate() -> dict:
-    """Compute a prompt and a token after it with a cache; return the kernels of attention."""
-    model = build_on_meta(CONFIG)
-    model.compute_dtype = LOW
-    ATTENTION.clear()
-    with FAKE, torch.no_grad():
-        model.to_empty(device=DEVICE)
-        cache, positions = KVCache(), torch.arange(9, device=DEVICE)[None]
-        for new in (positions[:, :8], positions[:, 8:]):
-            model(new, positions=new, cache=cache)
-    return {"attention": sorted(ATTENTION)}
-
-
-class Moved(Instrument):
-    """Counts the bytes that operators read and write, except products and views."""
-
-    nbytes = 0
-
-    def see(self, op, args, kwargs, result) -> None:
-        is_view = any(argument.alias_info and not argument.alias_info.is_write
-                      for argument in op._schema.arguments)  # fmt: skip
-        if op.namespace == "aten" and not is_view and not op._opname.startswith(("mm", "empty")):
-            for values in ((args, kwargs), result):  # what is changed in place is in both
-                leaves = {id(leaf): leaf for leaf in tree_leaves(values)}.values()
-                self.nbytes += sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
-
-
-@in_fake_mode
-def loss() -> dict:
-    """Return the bytes that the loss of 4,096 tokens of Llama 3 8B and its gradients move."""
-    empty = partial(torch.empty, device=DEVICE, requires_grad=True)
-    hidden, weight = empty(4096, 4096), empty(128_256, 4096)
-    targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
-    with Moved() as moved, torch.autocast("cuda", LOW):
-        chunked_loss(hidden, weight, targets, Vocabulary(128_256)).backward()
-    return {"bytes": moved.nbytes}
-
-
-OTHERS = {"generate": generate, "loss": loss}
-
-
 def main() -> None:
     parallel_py.allocate = in_fake_mode(parallel_py.allocate)
     torch.compile = lambda function, **_: function  # AdamW's kernel and NF4's: eager here
@@ -387,7 +318,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         GPU["is old"] = name.startswith("old")
         try:
-            results[name] = OTHERS[name]() if name in OTHERS else take_step(**CASES[name])
+            results[name] = take_step(**CASES[name])
         except Exception as error:
             traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:400]}

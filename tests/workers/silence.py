@@ -1,14 +1,10 @@
-"""Run by torchrun on two ranks: train with silenced passes between the steps, and without. For each
-configuration of the arguments, print whether silenced collectives do nothing and both trainings
-give the same weights."""
+"""Run by torchrun on two ranks: in each configuration of the arguments, silenced collectives do
+nothing, and training with silenced passes between the steps gives the same weights as without."""
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from config import ParallelConfig, Work
 from model import LlamaConfig
@@ -50,12 +46,10 @@ def main():
         one, group = torch.ones(1), world.mesh.get_group(dim)
         with silenced(torch.nn.Identity(), world, [dim]):
             dist.all_reduce(one, group=group)
-        is_silenced = one.item() == 1
+        assert one.item() == 1
         dist.all_reduce(one, group=group)
-        same = all(map(torch.equal, train(world, True), train(world, False)))
-        if world.rank == 0:
-            found = f"silenced {is_silenced}, sum after it {one.item():g}, same weights {same}"
-            print(f"{name}: {found}", flush=True)
+        assert one.item() == 2
+        assert all(map(torch.equal, train(world, True), train(world, False)))
 
 
 if __name__ == "__main__":
