@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, refused, succeed
@@ -143,6 +144,21 @@ def test_the_cell_for_notebooks_runs(corpus, tmp_path, capsys):
     (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/colab.md").read_text(), re.DOTALL)
     exec(cell.replace("out/tiny", str(tmp_path / "tiny")), {})
     assert capsys.readouterr().out.startswith("torch.Size([1, 15, ")
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) <= 1200
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn(tmp_path):
+    """All but that of a step, which is no longer measured."""
+    pytest.importorskip("matplotlib")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg"))
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, tmp_path / "docs/pictures.py"], env=environment, check=True)
+    names = [{path.name for path in home.glob("docs/*.svg")} for home in (ROOT, tmp_path)]
+    assert names[0] == names[1] | {"bubble.svg"}
 
 
 # -------------------------------------------------------------------------------- they run
@@ -336,3 +352,24 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert run["flags"]["prompt"] == HOSTILE and "<img" not in page and "innerHTML" not in page
     (found,) = re.findall(r'^.*\{"runs": .*$', page, re.MULTILINE)
     assert json.loads(found[found.index("{") : found.rindex("}") + 1]) == {"runs": [run]}
+
+
+def test_trackers_are_sent_every_step(tmp_path, monkeypatch):
+    out = write_run(tmp_path / "run", 3)
+    with_mfu = (out / "metrics.jsonl").read_text().replace("{", '{"mfu": null, ')
+    (out / "metrics.jsonl").write_text(with_mfu)
+    page = (ROOT / "docs/trackers.md").read_text()
+    to_wandb, to_tensorboard = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    wandb, tensorboard = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setattr(sys, "argv", ["send.py", str(out)])
+    exec(to_wandb, {})
+    exec(to_tensorboard, {})
+    logged = wandb.init.return_value.log.call_args_list
+    assert [call.kwargs["step"] for call in logged] == [1, 2, 3]
+    assert logged[1].args[0]["loss"] == 2.5
+    writer = tensorboard.SummaryWriter.return_value.__enter__.return_value
+    scalars = {call.args for call in writer.add_scalar.call_args_list}
+    assert {("loss", 2.5, 2), ("val_loss", 2.5, 3)} < scalars
+    assert not {"sample", "mfu"} & {*logged[2].args[0], *(name for name, *_ in scalars)}
