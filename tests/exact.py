@@ -303,9 +303,12 @@ def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
         assert ours == pytest.approx(theirs, rel=tolerance)
     for what in ("gradients", "last"):
         assert result[what].keys() == expected[what].keys()
-        for name, value in expected[what].items():
-            value = value.double()  # NF4 codes are integers
-            error = (result[what][name] - value).norm() / value.norm()
+        values = {name: value.double() for name, value in expected[what].items()}  # codes, too
+        # A small gradient may be what is left of large terms, with their rounding errors.
+        whole = sum(value.norm() ** 2 for value in values.values()) ** 0.5
+        least = whole / 1000 if what == "gradients" else 0
+        for name, value in values.items():
+            error = (result[what][name] - value).norm() / max(value.norm(), least)
             assert error < tolerance, (what, name, error)
     for name, value in expected["first"].items():
         rtol = 1e-14 if name.endswith("lora_magnitude") else 0  # ranks sum squares in another order

@@ -34,7 +34,7 @@ plumbing
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
     "top": 4530, "techniques": 3469, "text": 1905, "files": 1684, "runs": 1373,
-    "costs": 1009, "perf": 1872, "plumbing": 1134, "labs": 7424, "tests": 12631, "docs": 870,
+    "costs": 1009, "perf": 1872, "plumbing": 1134, "labs": 7424, "tests": 12634, "docs": 870,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -118,7 +118,7 @@ def test_folders_and_files_are_small():
     labs = [path for path in labs if path.parent.name != "work"]  # a student's
     too_long = [path for path in (*FILES.values(), *labs, *tests) if lines_of(path) > 500]
     assert too_long == []
-    held = {"labs": sum(map(lines_of, labs)), "tests": sum(map(lines_of, tests))}
+    held = {"labs": sum(map(lines_of, labs)), "tests": 12634sum(map(lines_of, tests))}
     held["docs"] = sum(map(lines_of, (ROOT / "docs").glob("*.py")))
     for path in FILES.values():
         folder = "top" if path.parent == ROOT else path.parent.name
