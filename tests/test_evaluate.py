@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import metrics, succeed
-from test_adapters import rounded_to_4_bits
 from test_finetune import flags
 from test_formats import our_model, saved
+from test_nf4 import rounded_to_4_bits
 
 from checkpoint import load_pretrained
 from files.adapters import load_adapter
