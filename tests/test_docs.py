@@ -1,6 +1,7 @@
-"""README.md and docs: every command is one that its script takes, and runs, in small; every link
-and picture exists; docs/gpu.py runs commands that exist, and keeps what it has measured. And the
-page of report.py has every curve of a run, and no text of a run becomes markup."""
+"""README.md and docs: every command is taken by its script, and runs; every link exists.
+
+docs/gpu.py runs commands that exist, and keeps what it has measured. And the page of report.py has
+every curve of a run, and no text of a run becomes markup."""
 
 import json
 import math

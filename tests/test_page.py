@@ -1,6 +1,7 @@
-"""costs/page.py beside counts of emulated steps, in which every two options of a step meet; and
-costs/seconds.py beside formulas worked out by hand and beside published steps, to which
-docs/calibrate.py has fitted the constants.
+"""costs/page.py beside counted steps, and costs/seconds.py beside formulas and published steps.
+
+Every two options of a step meet in some counted step. The formulas are worked out by hand; to the
+published steps docs/calibrate.py has fitted the constants.
 
 counted.jsonl has steps with their counts: the peak of memory and the payload of each collective.
 `python tests/test_page.py` counts them anew, which takes half an hour."""

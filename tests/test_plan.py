@@ -1,5 +1,4 @@
-"""bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best. And
-costs/search.py: --dp auto takes what fits, and what would fit is named."""
+"""bench.py plan lists plans, ranks them, and starts the best; --dp auto takes what fits."""
 
 import gc
 import json

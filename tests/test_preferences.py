@@ -1,5 +1,4 @@
-"""preferences.py with text/pairs.py, and rewards.py: what is read and packed, and runs as users
-start them."""
+"""preferences.py with text/pairs.py, and rewards.py: what they read, and runs of them."""
 
 import itertools
 import json

@@ -1,5 +1,6 @@
-"""text/tokenizer.py: texts to ids, files of tokenizers, and training; and text/published.py:
-tokenizers and chats of other models, compared with transformers."""
+"""text/tokenizer.py: texts to ids, files, training; text/published.py: tokenizers of other models.
+
+Their ids and chats are compared with transformers'."""
 
 import itertools
 import json

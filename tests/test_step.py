@@ -1,5 +1,6 @@
-"""bench.py step, compare, limit and comm: what they measure, what is counted, and what they say of
-it. How long anything takes is not tested."""
+"""bench.py step, compare, limit and comm: what they measure and count, and what they say of it.
+
+How long anything takes is not tested."""
 
 import json
 import re
