@@ -246,7 +246,7 @@ def reference_of(given: dict) -> dict | None:
 def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:
     references = (reference_of(given) for _, given in cases.values())
     wanted = {str(reference): reference for reference in references if reference}
-    return exact.train(directory, 0, wanted) if wanted else {}
+    return exact.train(directory, 0, wanted, timeout=1800) if wanted else {}
 
 
 def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:
