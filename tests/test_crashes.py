@@ -1,5 +1,6 @@
 """Ranks killed during a save, failing disks, two runs in one directory, damaged files."""
 
+import contextlib
 import os
 import re
 import resource
@@ -29,7 +30,9 @@ from conftest import (
 from test_train import flags, flip, same_losses
 from workers.drill import drill, kill, newest
 
-from files.directories import checkpoints, open_weights, verify
+from files import directories
+from files.directories import checkpoints, lock_directory, open_weights, verify
+from plumbing.processes import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
@@ -199,6 +202,24 @@ def test_a_directory_belongs_to_one_run(corpus, tmp_path):
         refused(launch("train.py", *arguments, *options), message, "another --out")
     os.kill(run.ranks[0], signal.SIGINT)
     assert run.finish().code == 0
+
+
+@pytest.mark.parametrize("held, host", [(1, "elsewhere"), (9, "elsewhere"), (9, "")])
+def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, held, host):
+    monkeypatch.setattr(directories, "LOCK_SECONDS", 2)
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    hold += "f.write(f'process 1 on {sys.argv[2]}'); f.flush(); print(flush=True); "
+    hold += "time.sleep(float(sys.argv[3]))"
+    owner = host or socket.gethostname()
+    command = [sys.executable, "-c", hold, tmp_path / ".lock", owner, str(held)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        refusal = pytest.raises(UserError, match=f"in use by process 1 on {owner}: wait for it")
+        with refusal if held > 2 else contextlib.nullcontext():
+            lock_directory(tmp_path)
+        process.kill()
+    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 2 s at most\n"
+    assert capsys.readouterr().err == told * bool(host)
 
 
 # ------------------------------------------------------------------------------ damaged files

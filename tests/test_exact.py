@@ -28,7 +28,7 @@ from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
     "none": None,
-    "all": dict(rank=3, alpha=5),
+    "all": dict(rank=3, alpha=16),
     "w2": dict(rank=2, alpha=64, targets=["w2"]),  # backward ends at the first of them
     "w1 w3": dict(rank=4, alpha=64, rslora=True, targets=["w1", "w3"]),
     "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),

@@ -26,6 +26,7 @@ import techniques.expert_parallel as expert_parallel
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
+from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
@@ -221,12 +222,14 @@ def train(process, case: dict) -> dict:
         total = torch.tensor(nbytes)
         dist.all_reduce(total, group=world.own_groups["ep"])
         counter.sent[key] = calls, total.item() / world.parallel.ep
-    tokens, sampling = None, Counted(world)
+    tokens, sampling, saving = None, Counted(world), Counted(world)
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
             tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
             with sampling, unsharded(model, world.parallel):
                 assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
+    with saving:
+        gathered = gather_adapters(model)
     return {
         "rows": rows,
         "gradients": merge_ranks(gradients),
@@ -234,6 +237,8 @@ def train(process, case: dict) -> dict:
         "last": merge_ranks({name: whole_tensor(p) for name, p in model.named_parameters()}),
         "tokens": tokens,
         "sampling_gathers": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
+        "adapters": gathered,
+        "saving_bytes": sum(nbytes for _, nbytes in saving.sent.values()),
         "predicted": predicted,
         "sent": None if compiled else counter.sent,
         "layers": len(model.layers),
