@@ -1,7 +1,8 @@
 """Changes that people make in class, five of them patches in tests/changes, and their mistakes.
 
 Applied to a copy of the project, a change computes what another program does, trains, resumes and
-generates, or it is refused. tests/test_mutants.py takes each of its changes through every split."""
+generates, or it is refused. Smaller changes of model.py go through every split in
+test_mutants.py."""
 
 import math
 import re
@@ -53,7 +54,7 @@ def test_docs_change_md_has_the_length_of_a_change(name, changed):
 
 @pytest.mark.slow
 def test_it_trains_resumes_and_generates(name, changed, corpus, tmp_path):
-    """Also where ranks share sequences."""
+    """The last of the runs shares sequences between ranks (--cp)."""
     out = tmp_path / "run"
     given = dict(steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
     run = ["train.py", *flags(corpus, out, **given)]
@@ -152,8 +153,8 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
 
 
 @pytest.mark.parametrize("edits", [SHARED, SCALES], ids=["values", "scales"])
-def test_what_has_its_place_is_exact(edits, corpus, tmp_path):
-    """Values of another layer as arguments; in PLAN, a number for each head."""
+def test_a_change_in_its_right_place_is_exact(edits, corpus, tmp_path):
+    """Values of another layer are handed on as arguments; a scale for each head is in PLAN."""
     changed = changed_copy(tmp_path / "copy", edits=edits)
     if edits is SCALES:
         file, place = tmp_path / "copy/parallel.py", '    "layers.*.attention.wo": ROWS,'
@@ -168,7 +169,7 @@ def test_what_has_its_place_is_exact(edits, corpus, tmp_path):
 
 @needs_2_13
 def test_the_three_worked_changes_are_exact(corpus, tmp_path):
-    """Those of docs/change.md, all in one copy, as they are printed there."""
+    """The changes of docs/change.md are made in one copy, as they are printed there."""
     page = (ROOT / "docs/change.md").read_text()
     activation, gate, loss, *_ = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
     made, h, called = (
@@ -223,7 +224,7 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
 
 
 def test_other_code_than_trained_a_run_is_told(corpus, tmp_path):
-    """Generating and resuming; another loss is not."""
+    """Generating and resuming say so; a run resumed with another loss says nothing."""
     no_rope = changed_copy(tmp_path / "copy", edits={"rotate(k, cos, sin)": "rotate(k, 1, 0)"})
     z_loss = changed_copy(tmp_path / "z-loss", "z_loss")
     run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, save_every=1), "--resume"]

@@ -53,7 +53,7 @@ def trained(seed=0, steps=3, weight_decay=0.1, **options):
 
 @pytest.mark.parametrize("saved_as, resumed_as", [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_weights_and_moments_come_back(tmp_path, saved_as, resumed_as):
-    """Moments in the dtype of the flag."""
+    """Moments are converted to the dtype of this run's --moments."""
     model, optimizer = trained(moments=saved_as)
     saved = save(tmp_path, 3, model, optimizer)
     assert saved == tmp_path / "step-00000003"
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
-    """One weight, and those of a run whose last step has diverged."""
+    """Neither is one weight that is NaN, nor the weights after a step that diverged."""
     model, optimizer = trained()
     save(tmp_path, 1, model, optimizer)
     model.norm.weight.data[0] = torch.nan
@@ -172,14 +172,20 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
         assert torch.equal(a, old) and torch.equal(b, old + 1)
 
 
+def test_saved_state_that_a_run_would_ignore_is_refused(tmp_path):
+    model, optimizer = trained()
+    saved = save(tmp_path, 3, model, optimizer)
+    with pytest.raises(UserError, match=r"this run lacks layers\.0.*exp_avg; use"):
+        checkpoint.resume(saved, model, torch.optim.SGD(model.named_parameters()), BYTES)
+
+
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
     busy = mock.Mock(side_effect=OSError(16, "Device or resource busy"))
     monkeypatch.setattr(directories, "remove", busy)
     for step in (1, 2):
         saved = save(tmp_path, step, *trained(), keep=1)
-    assert "step-00000001 is not removed" in capsys.readouterr().err and checkpoints(tmp_path) == [
-        saved
-    ]
+    assert "step-00000001 is not removed" in capsys.readouterr().err
+    assert checkpoints(tmp_path) == [saved]
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path):

@@ -4,6 +4,7 @@ import io
 import itertools
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -32,16 +33,17 @@ def base(tmp_path_factory) -> Path:
     return saved(tmp_path_factory.mktemp("base") / "base", model, BYTES)
 
 
-def answer(base, *messages: dict, new: int = NEW) -> str:
+def answer(base, *messages: dict) -> str:
     """Return the answer to a conversation, from generate.stream."""
     prompt = encode_prompt([*messages], BYTES)
-    steps = stream(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
+    steps = stream(load_pretrained(base), [prompt], NEW, temperature=0, stop=BYTES.stop)
     return BYTES.decode(token for (token,) in steps if token not in BYTES.stop)
 
 
 @pytest.fixture
 def talk(base, monkeypatch, capsys):
-    """A function that runs generate.py in this process with `text` as its standard input.
+    """A function that runs generate.py in this process with `text` as its standard input, which may
+    be a terminal.
 
     talk.calls: the prompts and seeds of its answers"""
 
@@ -49,11 +51,13 @@ def talk(base, monkeypatch, capsys):
         talk.calls += [(prompt, seed) for prompt in prompts]
         return stream(model, prompts, *args, seed=seed, **options)
 
-    def talk(text: str | bytes, *flags, temperature=0):
+    def talk(text: str | bytes, *flags, temperature=0, terminal=False):
         data = text.encode() if isinstance(text, str) else text
         arguments = ["--chat", f"--max-new-tokens={NEW}", f"--temperature={temperature}", *flags]
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, [base, *arguments])])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        for file in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(file, "isatty", lambda: terminal, raising=False)
         try:
             script.main()
         finally:
@@ -63,7 +67,6 @@ def talk(base, monkeypatch, capsys):
 
     talk.calls = []
     monkeypatch.setattr(script, "stream", recorded)
-    monkeypatch.setattr(script.plumbing.endings, "ctrl_c_raises", None)  # only in a terminal
     return talk
 
 
@@ -166,4 +169,6 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base, talk, monkeypa
 
     monkeypatch.setattr("builtins.input", pressed)
     monkeypatch.setattr(script, "stream", interrupted)
-    assert talk("").out == f"{whole[:5]}\n\n{expected}\n"
+    monkeypatch.setattr(script.plumbing.endings, "ctrl_c_raises", raises := MagicMock())
+    assert talk("", terminal=True).out == f"{whole[:5]}\n\n{expected}\n\n"
+    raises.return_value.__enter__.assert_called_once()

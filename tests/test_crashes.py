@@ -121,7 +121,8 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     found, expected = (open_weights(checkpoints(path)[-1])[1] for path in (out, whole))
     assert all(torch.equal(found[name].read(), expected[name].read()) for name in expected)
     assert not hidden(out) and len(all_complete(out)) == 2
-    assert "[rank" not in log.read_text() and half_written >= kills // 8
+    assert "[rank" not in log.read_text()
+    assert half_written or kills < 8  # one of eight kills, at least, comes during a save
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     ],
 )
 def test_what_a_killed_process_has_left_is_removed_by_the_next(run, text, tmp_path, command):
-    """Whatever it writes. What a living process or one of another host has begun stays."""
+    """What a living process or one of another host has begun stays."""
     complete = "            os.replace(hidden, target)\n"
     copy = with_fault(
         tmp_path / "copy", "new_files", complete, "            os.kill(os.getpid(), 9)\n"
@@ -165,7 +166,7 @@ def run(corpus, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("nproc, kilobytes, option", [(0, 4000, ["--async-save"]), (2, 1000, [])])
 def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
-    """With 4000 kB writing the optimizer fails, with 1000 kB writing the weights, of two ranks."""
+    """4000 kB are too few for the optimizer; 1000 kB, on two ranks, for the weights."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
     arguments = large(corpus, out, steps=10**6, save_every=1, keep=2)
     process = Forks("train.py", *arguments, "--resume", *option, nproc=nproc)
@@ -180,7 +181,7 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
 
 @pytest.mark.parametrize("command", ["import", "export --format hf", "export --format meta"])
 def test_what_is_not_written_is_named(run, tmp_path, command):
-    """And nothing is left of it."""
+    """Nothing is left of it, either."""
     kind, *options = command.split()
     (place := tmp_path / "place").mkdir()
     process = start("checkpoint.py", kind, run, place / "new", *options)
@@ -192,7 +193,7 @@ def test_what_is_not_written_is_named(run, tmp_path, command):
 # -------------------------------------------------------------------- two runs in one directory
 
 
-def test_a_directory_belongs_to_one_run(corpus, tmp_path):
+def test_a_directory_belongs_to_one_run_which_goes_on_if_it_is_deleted(corpus, tmp_path):
     out = tmp_path / "run"
     arguments = flags(corpus, out, steps=10**6)
     run = Forks("train.py", *arguments)
@@ -200,8 +201,16 @@ def test_a_directory_belongs_to_one_run(corpus, tmp_path):
     message = f"{out} is in use by process {run.ranks[0]} on {socket.gethostname()}: "
     for options in ([], ["--resume"]):
         refused(launch("train.py", *arguments, *options), message, "another --out")
+    shutil.rmtree(out.rename(tmp_path / "moved"))  # the run must not write in between
+    wait_for_lines(out / "metrics.jsonl", 5)
+    refused(launch("train.py", *arguments), message)
     os.kill(run.ranks[0], signal.SIGINT)
-    assert run.finish().code == 0
+    result = run.finish()
+    steps = [row["step"] for row in metrics(out)]
+    assert result.code == 0 and steps == [*range(steps[0], steps[-1] + 1)] and steps[0] > 5
+    warning = f"warning: {out} was deleted or moved: its records begin again at step {steps[0]}\n"
+    assert warning in result.err
+    assert (out / "config.json").exists() and all_complete(out) == [f"step-{steps[-1]:08d}"]
 
 
 @pytest.mark.parametrize("held, host", [(1, "elsewhere"), (9, "elsewhere"), (9, "")])
@@ -237,7 +246,7 @@ WEIGHTS, MOMENTS = "weights/__0_0.distcp", "optimizer/__0_0.distcp"
     [(0, MOMENTS, flip), (2, WEIGHTS, truncate), (0, "config.json", Path.unlink)],
 )
 def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc, name, damage):
-    """To the one before; and if that is damaged, too, it is refused."""
+    """It goes back to the one before, and is refused if that is damaged, too."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
     older, last = out / "step-00000001", out / "step-00000002"
     damage(last / name)

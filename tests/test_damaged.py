@@ -138,7 +138,8 @@ def files(tmp_path_factory) -> Path:
 
 
 def damaged_json(content: bytes, rng: random.Random) -> bytes:
-    """Another value at a random place of a JSON text, or of one of its lines; or none, or two."""
+    """Put another value at a random place of a JSON text, or of one of its lines; or remove or
+    double a key."""
     if content[8:10] == b'{"':  # the header of safetensors
         length = int.from_bytes(content[:8], "little")
         header = damaged_json(content[8 : 8 + length], rng)
@@ -164,7 +165,7 @@ def damaged_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Cut, or with flipped bits, zeros or a doubled stretch, as disks and transfers leave files."""
+    """Cut the file, flip bits, zero or double a stretch, as disks and transfers do."""
     start, end = sorted(rng.choices(range(len(content) + 1), k=2))
     flipped = bytearray(content)
     for _ in range(rng.choice([1, 1, 9])):

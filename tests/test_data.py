@@ -232,9 +232,10 @@ def test_weights_of_sources(tmp_path, monkeypatch):
     weighted = [f"{a}=3", f"{b}=.5"]
     assert data.sources_of(weighted) == [([a], 857), ([b], 143)]
     windows, held_out = open_windows(weighted, BYTES, 9)
+    # 95 % of the bytes and a BOS, less a last target.
     assert windows.sources == [((285 + 1 - 1) // 9, 857), ((190 + 1 - 1) // 9, 143)]
     last = {bytes(windows[i][1:].tolist()) for i in (windows.sources[0][0], len(windows) - 1)}
-    assert last == {b"b" * 9} and len(held_out) == 1 + 1
+    assert last == {b"b" * 9} and len(held_out) == 2  # one window of each source
 
 
 @pytest.mark.parametrize("masked", [False, True])

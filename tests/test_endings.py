@@ -113,7 +113,7 @@ def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, nproc):
 
 @pytest.mark.parametrize("save_every", [5, 0])
 def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
-    """On all ranks, though one has received it. What is due is saved before."""
+    """One rank gets the signal, and all end. A save that is due comes first."""
     (long := tmp_path / "long.txt").write_text("one two three\n" * 100_000)
     out, often = tmp_path / "run", dict(eval_every=5, save_every=save_every)
     often |= dict(eval_windows=10**6, microbatch=1, val_data=long)
@@ -134,7 +134,8 @@ def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
 
 @pytest.mark.slow
 def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_path, monkeypatch):
-    """Signals to torchrun or to a rank; with what the Slurm script of the README gives torchrun."""
+    """torchrun gets the flags and the variable of the Slurm script in docs/cluster.md. It, or one
+    rank, gets a signal."""
     script = slurm_script()
     (seconds,) = re.findall(r"export (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)=(\d+)", script)
     monkeypatch.setitem(ENVIRONMENT, *seconds)
@@ -164,7 +165,7 @@ def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_pa
 
 
 def test_a_closed_terminal(corpus, tmp_path):
-    """Which takes no more output, and sends SIGHUP."""
+    """It takes no more output, and sends SIGHUP."""
     out = tmp_path / "run"
     command = [sys.executable, ROOT / "train.py", *flags(corpus, out, steps=10**6)]
     process, terminal = pty.fork()
@@ -207,7 +208,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(monkeypatch):
     ],
 )
 def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed, told):
-    """Of two ranks on a node, or of one on each of two."""
+    """Two ranks run on one node, or one on each of two."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -241,7 +242,7 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
     ],
 )
 def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, shown):
-    """While the other rank waits for it in a collective."""
+    """Meanwhile the other rank waits for it in a collective."""
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
     fault = f"    if world.rank == 1:\n        raise {raised}\n"
     script = with_fault(tmp_path / "copy", "train", place, fault + place)
@@ -266,7 +267,7 @@ def test_processes_of_another_launcher_are_refused(name, monkeypatch):
 
 
 def test_a_node_that_reads_for_long_is_waited_for(monkeypatch):
-    """At the store. There is no process group here: its collectives would give up at some time."""
+    """Ranks wait at the store: a collective would give up after a while, and here there is none."""
     store, ended = dist.HashStore(), []
     monkeypatch.setattr(processes, "_store", lambda: store)
     monkeypatch.setattr(processes, "_meetings", itertools.repeat(0))
@@ -323,7 +324,8 @@ def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
 def test_ranks_with_other_flags_or_data_are_refused(
     corpus, tmp_path, script, file, before, fault, told
 ):
-    """As two nodes with other files of one name are: one would wait for the other's batches."""
+    """Two nodes may have other flags, or other files of one name: one would wait for the other's
+    batches."""
     out, names = tmp_path / "run", [corpus, corpus]
     arguments = [*flags(corpus, out, eval_every=1), "--val-data", *names]
     if script == "evaluate.py":

@@ -160,8 +160,8 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, spl
 
 
 def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path):
-    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations: as the run
-    of the adapter has recorded."""
+    """The base in 4 bits is scored alone, then with its adapter as a chat; on conversations it has
+    the loss that the adapter's run recorded."""
     model = rounded_to_4_bits(load_pretrained(base, torch.float64))
     tokenizer, rows = load_tokenizer(str(base)), read(files[0])
     run_evaluate(base, files, tmp_path / "d", "--base-bits", 4)
@@ -206,18 +206,21 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
 
 # ------------------------------------------------------------------------------------ wrong input
 
-NO_QUESTIONS = [
+BAD_QUESTIONS = [
     ('"choices": "bc", "answer": 0', "\"choices\" is 'bc': give a list"),
     ('"choices": ["b"], "answer": 1', '"answer" is 1: give the number of a'),
     ('"choices": ["b", "c"], "answer": true', '"answer" is True: give the number of a'),
     ('"choices": ["b", "c"], "answer": 1.0', '"answer" is 1.0: give the number of a'),
     ('"answer": null', '"answer" is None: give it as a string'),
     ('"answer": "b\\nc"', '"answer" has several lines: give one'),
-    ('"answer": "b", "question": "%s"' % ("1 " * 300), "and the model reads 256: leave"),
+    (
+        '"answer": "b", "question": "%s"' % ("1 " * 300),
+        "and the model reads 256: leave",
+    ),  # the later one counts
 ]
 
 
-@pytest.mark.parametrize("fields, problem", NO_QUESTIONS)
+@pytest.mark.parametrize("fields, problem", BAD_QUESTIONS)
 def test_a_line_that_is_no_question_is_refused(tmp_path, fields, problem):
     (path := tmp_path / "exam.jsonl").write_text(f'\n{{"question": "a", {fields}}}\n')
     with pytest.raises(UserError, match=re.escape(problem)):

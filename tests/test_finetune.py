@@ -96,7 +96,7 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
 
 
 def test_a_run_on_two_ranks_is_the_same_run(base, sums, tmp_path):
-    """Training, evaluation, samples."""
+    """Metrics, factors and samples agree."""
     samples = []
     for name, nproc in (("one", 0), ("two", 2)):
         given = flags(base, sums, tmp_path / name, eval_every=2, eval_windows=7, microbatch=1)
@@ -108,7 +108,7 @@ def test_a_run_on_two_ranks_is_the_same_run(base, sums, tmp_path):
 
 
 def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
-    options = dict(steps=4, save_every=2, dtype="float32", dropout=0.3, async_save=True)
+    options = dict(save_every=2, dtype="float32", dropout=0.3, async_save=True)
     command = "finetune_lora.py", *flags(base, sums, tmp_path, **options)
     succeed(*command, nproc=2)
     resumes(tmp_path, 2, last_factors, *command, nproc=2)
@@ -146,7 +146,7 @@ def test_it_learns_and_other_scripts_use_the_result(base, learnt):
 
 
 def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
-    """To be submitted again. Not another adapter beside the merged one, nor as a base."""
+    """It may be submitted again. It is no base, and no other adapter may be merged into OUT."""
     out, _ = learnt
     arguments = "finetune_lora.py", *flags(base, sums, out, **LEARNS), "--resume"
     again = succeed(*arguments).out

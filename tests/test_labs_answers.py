@@ -76,7 +76,7 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
 
 
 def test_the_ddp_of_a_student_trains_as_the_project(copy):
-    """And another trains otherwise, so it is the student's that a run uses."""
+    """A wrong answer trains otherwise: so the run uses the student's file."""
     (copy / "labs/work").mkdir()
     flags = "--dp ddp --model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 6".split()
     flags += "--optimizer adamw --dtype float64 --steps 4 --eval-every 0".split()
@@ -206,7 +206,7 @@ def test_answers_in_other_styles(name, change, says, tmp_path):
 
 
 @pytest.mark.parametrize("word", "distributed_c10d _getframe x.f_back _fork_exec ctypes".split())
-def test_words_that_go_past_the_counts(word, tmp_path):
+def test_names_that_evade_the_counting_are_refused(word, tmp_path):
     (tmp_path / "mean.py").write_text(word)
     with pytest.raises(student.Misuse, match="write it without"):
         student.load_function(tmp_path / "mean.py", "average")
@@ -223,7 +223,8 @@ def computes(rank: int, seconds: float = 0.5) -> None:
     (computes, "results"), (lambda _: time.sleep(9), "hangs"), (lambda _: computes(_, 99), "error")
 ])  # fmt: skip
 def test_ranks_that_compute_do_not_hang(function, end, platform, monkeypatch, tmp_path):
-    """Nor do those that wait for a core: it counts that they don't sleep. They may not for ever."""
+    """Ranks that compute, or wait for a core, do not hang: they are not asleep. After LONGEST
+    seconds of computing they end with an error."""
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ranks, "PATIENCE", 5)
     monkeypatch.setattr(ranks, "LONGEST", 1)

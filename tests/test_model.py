@@ -181,7 +181,7 @@ def test_gradients_of_the_output_are_summed_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_compiled_loss_is_the_plain_one(dtype, monkeypatch):
-    """On a GPU, in chunks, of which the last is shorter; in float32 by autocast."""
+    """As apply chooses it for a GPU: in chunks (the last is shorter); in float32 by autocast."""
     monkeypatch.setattr("techniques.chunked_loss.LOSS_CHUNK_COMPILED", 20)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

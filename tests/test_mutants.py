@@ -38,6 +38,7 @@ RIGHT = {  # equal under every split
     "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
     "no RoPE in odd layers": {ROTATE: f"if self.layer % 2 == 0:\n            {ROTATE}"},
     "values from keys": {ROTATE: f"{ROTATE}\n        rotated = k", V: f"{V} + rotated"},
+    "a window of scores": {"same = document[": "same = (positions[:, None] > 2) & document["},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
     "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)":
                "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
@@ -55,7 +56,6 @@ PARTLY = {  # equal under some splits, and refused under the named ones
          "                x = 2 * x if i == 0 else x"}, "pp"),
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
-    "a window of scores": ({"same = document[": "same = (positions[:, None] > 2) & document["}, ""),
     "positions of a rank": (
         {"rope_angles(self.config, positions)":
          "rope_angles(self.config, torch.arange(tokens.shape[1])[None])"}, "cp"),

@@ -186,7 +186,7 @@ def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
 
 
 def test_what_gets_stuck_is_found():
-    """Two neighbours that first send, one after the other; and two groups in another order."""
+    """Two faults are planted: messages one after the other, and two groups in another order."""
     queues = queues_of("pp, tied")
     alone = [[[part] for call in calls for part in call] for calls in queues]
     assert len([line for line in problems(alone) if "is stuck" in line]) == 8

@@ -16,8 +16,8 @@ from plumbing.stuck import describe
 
 
 def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
-    """Return what a rank reports: of groups named after their ranks, as r02, the number of calls
-    that have ended, and of those that have not, which are of this size."""
+    """Return a rank's report. Each group is named after its ranks, as r02, and given as (calls that
+    have ended, calls that have not); the latter have this size."""
     groups = {name: [int(rank) for rank in name[1:]] for name in calls}
     listed = [[name, number, "all_reduce", [[5 if number <= ended else size]], number <= ended]
               for name, (ended, more) in calls.items() for number in range(1, ended + more + 1)
@@ -58,10 +58,13 @@ def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
     assert patience < COLLECTIVE_TIMEOUT / 2  # before NCCL's watchdog ends all ranks
 
 
-EXTRA = "torch.distributed.broadcast(torch.ones(9), 0)"
 SLEEPS = "time.sleep(999)", "wait in all_gather", "never called it: "
-BROADCASTS = EXTRA, "called all_gather", "called broadcast instead: "
-STOPS = "[time.sleep(3), os.kill(os.getpid(), 19)]", "", ""  # after a heartbeat
+BROADCASTS = (
+    "torch.distributed.broadcast(torch.ones(9), 0)",
+    "called all_gather",
+    "called broadcast instead: ",
+)
+STOPS = "[time.sleep(3), os.kill(os.getpid(), 19)]", "", ""  # SIGSTOP, after a heartbeat
 
 
 @pytest.mark.slow
@@ -92,6 +95,7 @@ def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes,
         assert gone_in_time(run.ranks[0], 100)
         os.kill(run.ranks[1], signal.SIGKILL)
     err = run.finish().err
+    # Each node has said the same.
     (error,) = {*re.findall("^error: (.*); --resume continues from step-00000002$", err, re.M)}
     line = r"([\w/]+\.py):(\d+)"
     if rank_1 is STOPS:

@@ -59,8 +59,9 @@ def documents(tmp_path_factory) -> Path:
 
 
 def plain_loop(data: Path, document_mask: bool = False, skip_steps: int = 0):
-    """Five steps of AdamW on the mean cross entropy of the whole batch, and the loss on all that is
-    held out: metrics and weights. Attention stays within documents if there is a mask."""
+    """Return metrics and weights of five steps of AdamW on the mean cross entropy of the batch. The
+    last row has the loss on all that is held out. Attention stays within
+    documents if there is a mask."""
     model = Llama(CONFIG).double()
     model.init_weights(seed=0)
     named = dict(model.named_parameters())
@@ -153,7 +154,7 @@ MESHES = [
 
 @pytest.mark.parametrize("nproc, parallel", MESHES)
 def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, parallel):
-    """Training, evaluation, samples, checkpoints. Then the run is resumed, to the last bit."""
+    """Training, evaluation, samples and checkpoints agree; then it resumes to the last bit."""
     out = tmp_path / "run"
     command = "train.py", *flags(documents, out, **WHOLE_RUN), *parallel.split()
     result = succeed(*command, nproc=nproc, timeout=240)
@@ -176,7 +177,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
     documents, one_run, tmp_path, parallel
 ):
-    """By FSDP's casts, or by autocast."""
+    """FSDP casts with dp, autocast with tp."""
     given = flags(documents, tmp_path, **WHOLE_RUN | parallel | dict(dtype="bfloat16"))
     succeed("train.py", *given, nproc=2)
     for a, b in zip(metrics(one_run[0]), metrics(tmp_path), strict=True):
@@ -206,8 +207,8 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     succeed(*shlex.split(curves), "--out", tmp_path / "page.html")
     drawn = read_run(out)
     assert drawn["facts"]["ranks"] == "1" and "--steps=60" in drawn["facts"]["command"]
-    curves = [values for name, values in drawn["curves"].items() if name in rows[0]]
-    assert len(curves) == 6 and all(None not in values for values in curves)
+    drawn_curves = [values for name, values in drawn["curves"].items() if name in rows[0]]
+    assert len(drawn_curves) == 6 and all(None not in values for values in drawn_curves)
     assert [row["sample"][:7] for row in drawn["evaluations"]] == ["--- def"]
 
 
@@ -256,7 +257,7 @@ def test_another_batch_goes_on_in_the_data_where_the_run_stopped(corpus, tmp_pat
 
 
 def test_a_resumed_epoch_ends_on_a_step_that_saves(monkeypatch):
-    """Which is taken, though the step that would be the last is one of --skip-steps."""
+    """The last step that is not one of --skip-steps is taken: a skipped step would not save."""
     before = dict(batch=2, seq_len=4, token_offset=0)
     monkeypatch.setattr(setup, "newest_undamaged", lambda newest: newest)
     monkeypatch.setattr(setup.checkpoint, "read_config", lambda newest: {"flags": before})

@@ -30,9 +30,7 @@ def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list
             while process.poll() is None and newest(killed) == before:
                 time.sleep(0.005)
             time.sleep(dice.uniform(0, longest))
-            assert process.poll() in (None, 0), log_of(killed).read_text()
-            if process.poll() == 0:
-                break
+            assert process.poll() is None, f"ended before kill {i}: {log_of(killed).read_text()}"
             ranks, before = ranks_of(process) or [process.pid], newest(killed)
             victims = list(range(len(ranks))) if i % 2 else [dice.randrange(len(ranks))]
             kill([ranks[victim] for victim in victims])
