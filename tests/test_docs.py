@@ -223,6 +223,15 @@ def in_small(command: Command, directory: Path) -> list[str]:
     return arguments + small.split()
 
 
+def make_room(command: Command, directory: Path) -> None:
+    """Delete what another page has trained in the directory in which a command will train."""
+    words = in_small(command, directory)
+    if command.script == "train.py" and "--resume" not in words:
+        default = "out/small" if "--model" in words else "out/tiny"
+        out = words[words.index("--out") + 1] if "--out" in words else default
+        shutil.rmtree(directory / out, ignore_errors=True)
+
+
 @pytest.mark.slow
 def test_every_command_runs(sandbox):
     """In the order of the pages, each once, but for those of several nodes; races are in
@@ -238,12 +247,9 @@ def test_every_command_runs(sandbox):
                     shutil.rmtree(out)
         page = command.page
         ran.append(command[2:])
-        words = in_small(command, sandbox)
-        if command.script == "train.py" and "--resume" not in words:  # another page trained there
-            default = "out/small" if "--model" in words else "out/tiny"
-            out = words[words.index("--out") + 1] if "--out" in words else default
-            shutil.rmtree(sandbox / out, ignore_errors=True)
-        given = ["tests/workers/in_directory.py", sandbox, command.script, *words]
+        make_room(command, sandbox)
+        worker = "tests/workers/in_directory.py"
+        given = [worker, sandbox, command.script, *in_small(command, sandbox)]
         most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
         result = launch(*given, nproc=min(command.nproc, most), timeout=300)
         print(command.page, command.text, result.codes, flush=True)
