@@ -126,10 +126,9 @@ class World(Process):
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
     """Arrange the processes in a mesh, by default as replicas. In labs/hsdp you write it."""
     parallel = parallel or ParallelConfig(replicate=process.size)
-    dims = ("pp", "replicate", "shard", "tp")
-    sizes = tuple(getattr(parallel, dim) for dim in dims)
+    sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
-    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     place, groups = dict.fromkeys(("cp_mesh", "stage_group", "expert_mesh")), {}
     if parallel.cp > 1:
         place["cp_mesh"] = context_parallel.make_mesh(mesh, parallel.cp, kind, groups)
@@ -137,7 +136,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    all_groups = (*map(mesh.get_group, dims), place["stage_group"], *groups.values())
+    of_mesh = map(mesh.get_group, sizes) if mesh.get_coordinate() else ()  # None: outside
+    all_groups = (*of_mesh, place["stage_group"], *groups.values())
     connect(all_groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 

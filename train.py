@@ -94,13 +94,13 @@ def train(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
             metrics = recorder.measure(step, totals, lr, task.measures(totals))
-            stopped = totals.stop
+            recorder.write(metrics)  # before the save: a run that is resumed begins after this step
+            is_best, stopped = False, totals.stop
             if step == args.steps or is_due(step, args.save_every, args.steps):
                 saver.save(step)  # before the evaluation, which may be long
             if not stopped and is_due(step, args.eval_every, args.steps):
                 results, stopped = task.evaluate_and_show(step)
-                metrics |= results
-            is_best = recorder.write(metrics)
+                is_best = recorder.write(metrics | results)
             if is_best or stopped:
                 saver.save(step, is_best)
             if stopped:

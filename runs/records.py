@@ -129,9 +129,9 @@ class Recorder(contextlib.AbstractContextManager):
         return metrics
 
     def write(self, metrics: dict) -> bool:
-        """Write the metrics of a step on rank 0; return whether --keep-best keeps its checkpoint.
-        If OUT was deleted or moved, begin its files anew; raise UserError if another run uses it
-        now."""
+        """Write the metrics of a step on rank 0, again and longer once it was evaluated; return
+        whether --keep-best keeps its checkpoint. If OUT was deleted or moved, begin its files anew;
+        raise UserError if another run uses it now."""
         is_best = self.args.keep_best and metrics.get("val_loss", math.inf) < self.best
         if is_best:
             self.best = metrics["val_loss"]
@@ -143,8 +143,11 @@ class Recorder(contextlib.AbstractContextManager):
             problem = f"was deleted or moved: its records begin again at step {metrics['step']}"
             print(f"warning: {self.args.out} {problem}", file=sys.stderr)
             self._open(metrics["step"] - 1)
+        if metrics["step"] != self.step:
+            self.step, self.line_start = metrics["step"], self.line_end
         try:
-            self.file.write(f"{json.dumps(metrics)}\n".encode())
+            self.file.seek(self.line_start)
+            self.line_end = self.line_start + self.file.write(f"{json.dumps(metrics)}\n".encode())
         except OSError as error:  # a full disk; the run goes on, and may save
             if not self.has_warned:
                 self.has_warned = True
@@ -159,7 +162,8 @@ class Recorder(contextlib.AbstractContextManager):
         path = out / "metrics.jsonl"
         kept = (row for row in read_metrics(path) if row["step"] <= done)
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-        self.file = open(path, "ab", buffering=0)
+        self.file = open(path, "r+b", buffering=0)
+        self.step, self.line_end = done, self.file.seek(0, os.SEEK_END)
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""

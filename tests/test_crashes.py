@@ -122,7 +122,7 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     assert all(torch.equal(found[name].read(), expected[name].read()) for name in expected)
     assert not hidden(out) and len(all_complete(out)) == 2
     assert "[rank" not in log.read_text()
-    assert half_written or kills < 8  # one of eight kills, at least, comes during a save
+    assert half_written
 
 
 @pytest.mark.parametrize(

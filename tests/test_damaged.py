@@ -1,6 +1,5 @@
 """Damaged and hostile files: each is read, or refused in one line, in bounded time and memory."""
 
-from plumbing.endings import ESCAPED
 import errno
 import gzip
 import json
@@ -23,6 +22,7 @@ from files import directories, formats
 from files.adapters import gather_adapters, save_adapter
 from lora import LoRA, add_adapters
 from model import LlamaConfig
+from plumbing import endings
 from plumbing.processes import ADVICE, UserError
 from runs.records import best_loss
 from text import corpora
@@ -210,7 +210,7 @@ def test_damaged_files_are_read_or_refused(name, files, monkeypatch):
             raise AssertionError(which) from error
         finally:
             path.write_bytes(original)
-        assert said[-1].translate(ESCAPED) == said[-1] and len(said[-1]) <= 2000, which
+        assert said[-1].translate(endings.ESCAPED) == said[-1] and len(said[-1]) <= 2000, which
         if name.startswith("own/") and not as_json and content != original:
             assert said[-1], f"not found: {which}"
     assert any(said) != (name == NEVER_REFUSED)

@@ -33,8 +33,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
-    "top": 4530, "techniques": 3469, "text": 1905, "files": 1684, "runs": 1373,
-    "costs": 1009, "perf": 1872, "plumbing": 1134, "labs": 7424, "tests": 12714, "docs": 870,
+    "top": 4530, "techniques": 3469, "text": 1905, "files": 1684, "runs": 1377,
+    "costs": 1009, "perf": 1872, "plumbing": 1135, "labs": 7424, "tests": 12649, "docs": 870,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

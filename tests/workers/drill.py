@@ -16,9 +16,10 @@ from files.directories import checkpoints
 def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list[int], int]]:
     """Run a training, a `command` without --out, in OUT/whole, and with kills in OUT/killed.
 
-    A kill comes after a new checkpoint, at an instant drawn from the time of a part of all steps.
-    It hits one rank or all ranks, in turns. Yields, after each, the step of the last checkpoint
-    before it, the ranks that were killed, and the number of ranks."""
+    A kill comes after a new checkpoint, at an instant drawn from the time of a part of all steps,
+    or in a save that begins after it: two of four. It hits one rank or all ranks, in turns. Yields,
+    after each, the step of the last checkpoint before it, the ranks that were killed, and the
+    number of ranks."""
     whole, killed, dice = out / "whole", out / "killed", random.Random(0)
     complete([*command, "--save-every", "0", "--out", str(whole)], whole)
     rows = (whole / "metrics.jsonl").read_text().splitlines()
@@ -30,6 +31,8 @@ def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list
             while process.poll() is None and newest(killed) == before:
                 time.sleep(0.005)
             time.sleep(dice.uniform(0, longest))
+            while i % 4 < 2 and process.poll() is None and not list(killed.glob(".step-*")):
+                time.sleep(0.001)
             assert process.poll() is None, f"ended before kill {i}: {log_of(killed).read_text()}"
             ranks, before = ranks_of(process) or [process.pid], newest(killed)
             victims = list(range(len(ranks))) if i % 2 else [dice.randrange(len(ranks))]
