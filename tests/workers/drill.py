@@ -16,21 +16,21 @@ from files.directories import checkpoints
 def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list[int], int]]:
     """Run a training, a `command` without --out, in OUT/whole, and with kills in OUT/killed.
 
-    A kill comes after a new checkpoint, at an instant drawn from the time of a part of all steps,
-    or in a save that begins after it: two of four. It hits one rank or all ranks, in turns. Yields,
-    after each, the step of the last checkpoint before it, the ranks that were killed, and the
-    number of ranks."""
+    A kill comes one to four steps after the last checkpoint, at an instant drawn from the time of a
+    step or, two of four, in the save that begins next. It hits one rank or all ranks, in turns.
+    Yields, after each, the step of the last checkpoint before it, the ranks that were killed, and
+    the number of ranks."""
     whole, killed, dice = out / "whole", out / "killed", random.Random(0)
     complete([*command, "--save-every", "0", "--out", str(whole)], whole)
     rows = (whole / "metrics.jsonl").read_text().splitlines()
-    longest = sum(json.loads(row)["seconds"] for row in rows) / kills
+    of_a_step = sum(json.loads(row)["seconds"] for row in rows) / len(rows)
     command = [*command, "--out", str(killed), "--resume"]
     for i in range(kills):
         with running(command, killed) as process:
-            before = newest(killed)
-            while process.poll() is None and newest(killed) == before:
+            step = newest(killed) + dice.randint(1, 4)
+            while process.poll() is None and newest(killed) < step:
                 time.sleep(0.005)
-            time.sleep(dice.uniform(0, longest))
+            time.sleep(dice.uniform(0, of_a_step))
             while i % 4 < 2 and process.poll() is None and not list(killed.glob(".step-*")):
                 time.sleep(0.001)
             assert process.poll() is None, f"ended before kill {i}: {log_of(killed).read_text()}"
