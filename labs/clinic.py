@@ -90,10 +90,11 @@ RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
 WAITS = "    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last\n"
 CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
-MESH = "    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)\n"
+MESH = "    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))\n"
 TRANSPOSED = """\
-    ranks = torch.arange(process.size).view(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
-    mesh = DeviceMesh(kind, ranks, mesh_dim_names=dims)
+    pp, replicate, shard, tp = sizes.values()
+    ranks = torch.arange(process.size).view(pp, shard, replicate, tp).transpose(1, 2)
+    mesh = DeviceMesh(kind, ranks, mesh_dim_names=tuple(sizes))
 """
 TINY = "--model tiny --seq-len 128 --optimizer adamw"
 # fmt: off
