@@ -136,8 +136,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
         place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
         place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    of_mesh = map(mesh.get_group, sizes) if mesh.get_coordinate() else ()  # None: outside
-    all_groups = (*of_mesh, place["stage_group"], *groups.values())
+    of_mesh = map(mesh.get_group, sizes) if mesh.get_coordinate() else ()
+    all_groups = (*of_mesh, place["stage_group"], *groups.values())  # a mesh may leave ranks out
     connect(all_groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
 

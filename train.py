@@ -94,7 +94,7 @@ def train(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
             metrics = recorder.measure(step, totals, lr, task.measures(totals))
-            recorder.write(metrics)  # before the save: a resumed run begins after that
+            recorder.write(metrics)  # a run that resumes from its checkpoint needs it
             is_best, stopped = False, totals.stop
             if step == args.steps or is_due(step, args.save_every, args.steps):
                 saver.save(step)  # before the evaluation, which may be long

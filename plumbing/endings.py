@@ -140,7 +140,7 @@ def _watch(signals: int) -> None:
 _is_child, _parent = False, 0
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _script = os.path.realpath(sys.argv[0])
-if os.path.dirname(_script) == _root and os.path.isfile(_script):  # no `python -c`, as of pytest
+if os.path.dirname(_script) == _root and os.path.isfile(_script):  # that of `python -c` is none
     _is_child = "multiprocessing.spawn" in sys.modules  # one of our scripts has started this one
     if _is_child or "TORCHELASTIC_RUN_ID" in os.environ:  # else this run may outlive its shell
         _parent = os.getppid()

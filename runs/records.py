@@ -129,7 +129,7 @@ class Recorder(contextlib.AbstractContextManager):
         return metrics
 
     def write(self, metrics: dict) -> bool:
-        """Write the metrics of a step on rank 0, again and longer once it was evaluated; return
+        """Write the line of a step on rank 0, or replace the last if it is of this step; return
         whether --keep-best keeps its checkpoint. If OUT was deleted or moved, begin its files anew;
         raise UserError if another run uses it now."""
         is_best = self.args.keep_best and metrics.get("val_loss", math.inf) < self.best
@@ -144,10 +144,11 @@ class Recorder(contextlib.AbstractContextManager):
             print(f"warning: {self.args.out} {problem}", file=sys.stderr)
             self._open(metrics["step"] - 1)
         if metrics["step"] != self.step:
-            self.step, self.line_start = metrics["step"], self.line_end
+            self.step, self.line_start = metrics["step"], self.file.seek(0, os.SEEK_END)
         try:
             self.file.seek(self.line_start)
-            self.line_end = self.line_start + self.file.write(f"{json.dumps(metrics)}\n".encode())
+            self.file.write(f"{json.dumps(metrics)}\n".encode())
+            self.file.truncate()
         except OSError as error:  # a full disk; the run goes on, and may save
             if not self.has_warned:
                 self.has_warned = True
@@ -162,8 +163,7 @@ class Recorder(contextlib.AbstractContextManager):
         path = out / "metrics.jsonl"
         kept = (row for row in read_metrics(path) if row["step"] <= done)
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-        self.file = open(path, "r+b", buffering=0)
-        self.step, self.line_end = done, self.file.seek(0, os.SEEK_END)
+        self.file, self.step = open(path, "r+b", buffering=0), done
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""

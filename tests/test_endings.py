@@ -259,6 +259,17 @@ def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
     assert result.err.count("is not written: No space left on device: the run goes on") == 1
 
 
+def test_the_line_of_an_evaluated_step_is_replaced(tmp_path):
+    recorder = records.Recorder.__new__(records.Recorder)
+    recorder.args, recorder.config = SimpleNamespace(out=tmp_path, keep_best=False), {}
+    recorder.world = SimpleNamespace(rank=0)
+    recorder._open(0)
+    rows = [{"step": 1}, {"step": 2, "loss": 2.5}, {"step": 2, "loss": 2}, {"step": 3}]
+    for row in rows:
+        recorder.write(row)
+    assert metrics(tmp_path) == [rows[0], *rows[2:]]
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_processes_of_another_launcher_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "4")

@@ -34,7 +34,7 @@ plumbing
 # another one is lowered by as much, or a feature came. The aim is 13,500 without labs and tests.
 BUDGETS = {
     "top": 4530, "techniques": 3469, "text": 1905, "files": 1684, "runs": 1377,
-    "costs": 1009, "perf": 1872, "plumbing": 1135, "labs": 7425, "tests": 12649, "docs": 870,
+    "costs": 1009, "perf": 1872, "plumbing": 1135, "labs": 7425, "tests": 12725, "docs": 870,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
