@@ -243,6 +243,7 @@ def step(args: argparse.Namespace) -> str:
         group["lr"] = train.learning_rate(1, args)
     make_task = SCRIPTS[args.lora].make_task if args.lora else Prediction
     task = make_task(args, job, world, work, None)
+    task.begin()
     with contextlib.closing(task.batches(itertools.count(1))) as batches:
         given = runner, optimizer, batches, work.microbatch, args.clip, task.before_step
         training = Training(world, job.model, *given)

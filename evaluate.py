@@ -238,6 +238,12 @@ class Prediction:
         """Return whether a rank can hold all weights while it generates, gathered only once."""
         return fits_unsharded(self.work, self.world)
 
+    def begin(self) -> None:
+        """Compute what the task needs of the model as it was before this training.
+
+        The loop calls it after the optimizer is made. A forward without a backward leaves FSDP's
+        weights unsharded; an optimizer made afterwards would hold those, and not the shards."""
+
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
         """Yield what this rank trains on in each of the steps."""
         read = partial(local_batch, self.args, self.world, self.job.train_set)

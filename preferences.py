@@ -88,6 +88,8 @@ class Preferences(evaluate.Prediction):
     def __post_init__(self):
         self.sums = torch.zeros(2 + len(MEASURED))  # of losses, pairs, and what is MEASURED
         evaluate.return_each_loss(self.job.model)
+
+    def begin(self) -> None:
         if not self.args.references:
             self.keep_base(self.job.train_set)
             self.keep_base(self.job.val_set)

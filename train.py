@@ -72,6 +72,7 @@ def train(
     checkpoint, or None. The `task` says what a step trains on, and what is measured. Returns False
     if a signal stopped the run."""
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
+    task.begin()  # before a checkpoint is loaded
     steps_done = setup.resume(args, newest, job, optimizer)
     if steps_done >= args.steps:
         return True

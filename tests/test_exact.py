@@ -188,6 +188,8 @@ QUICK |= {
         (2, "ipo", "all", dict(cp=2, microbatch=4)),
         (2, "sigmoid", "dora", dict(pp=2, schedule="zero-bubble", microbatch=1)),
         (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
+        (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
+        (2, "ipo", "none", dict(dp="fsdp", ep=2, experts="plain")),
         (2, "ipo", "none", dict(tp=2, tied=True)),
         (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
         (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),

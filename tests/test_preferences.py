@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_copy, hugging_face_model, launch, metrics, refused, succeed
+from conftest import changed_copy, hugging_face_model, launch, metrics, refused, slow, succeed
 from exact import GROUPED, effective_weights, plain_model
 from test_chat import BYTES
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
@@ -119,16 +119,38 @@ def test_a_run_begins_at_log_2_and_resumes(tmp_path, base):  # noqa: F811
     resumes(out, 2, last_factors, "preferences.py", *given, nproc=2)
 
 
-def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, base):  # noqa: F811
-    """A resumed run, too, has its rewards relative to --init."""
-    out, more = tmp_path / "out", dict(save_every=2, all_weights=True, dp="zero1")
-    given = flags(base, written(tmp_path, PAIRS), out, **more)
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory, base):  # noqa: F811
+    """The flags of a run of all weights, and the losses of one process."""
+    path = tmp_path_factory.mktemp("unsplit")
+    given = flags(base, written(path, PAIRS), path / "out", save_every=2, all_weights=True)
+    succeed("preferences.py", *given)
+    return given, [row["loss"] for row in metrics(path / "out")]
+
+
+@pytest.mark.parametrize("split", [
+    "--dp ddp", "--dp zero1", "--dp fsdp --eval-every 2", "--pp 2 --eval-every 2",
+    slow("--dp fsdp --reshard none"), slow("--dp fsdp --reshard all --microbatch 1"),
+    slow("--dp hsdp --shard 2"), slow("--dp hsdp --shard 1"), slow("--dp fsdp --offload"),
+    slow("--dp fsdp --cp 2"), slow("--tp 2"),
+    slow("--dp fsdp --async-save --keep-best --eval-every 2"),
+])  # fmt: skip
+def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, unsplit, split):
+    """Under every strategy, with the Saver; a resumed run, too, has its rewards relative to --init.
+    The base's forward passes leave FSDP's weights unsharded before step 1."""
+    given, losses = [*unsplit[0], *split.split(), "--out", tmp_path / "out"], unsplit[1]
     succeed("preferences.py", *given, nproc=2)
-    losses = [row["loss"] for row in metrics(out)]
+    ours = [row["loss"] for row in metrics(tmp_path / "out")]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-12) and losses[3] < losses[0]
-    resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
+    assert ours == pytest.approx(losses, rel=1e-12)
+    resumes(tmp_path / "out", 2, lambda out: {}, "preferences.py", *given, nproc=2)
+
+
+def test_adapters_do_not_continue_all_weights(tmp_path, unsplit):
+    given = [*unsplit[0], "--out", tmp_path / "out"]
+    succeed("preferences.py", *given)
     given.remove("--all-weights")
-    refused(launch("preferences.py", *given, "--resume", nproc=2), "resume it with --all-weights")
+    refused(launch("preferences.py", *given, "--resume"), "resume it with --all-weights")
 
 
 def test_bench_step_knows_the_second_forward(tmp_path, base):  # noqa: F811

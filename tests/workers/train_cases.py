@@ -198,6 +198,7 @@ def train(process, case: dict) -> dict:
         batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
         batch = share_sequences(batch, world)
     elif isinstance(task := make_task(case, model, world, work), Preferences):
+        task.begin()
         totals = task.evaluate()
         rows.append((totals.mean_loss, *task.measures(totals).values()))
         batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
