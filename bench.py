@@ -48,8 +48,9 @@ from perf.instruments import Training, build_on_meta, check_writable
 from perf.measured import read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import Process, init_distributed, run
 from runs.equal import compare_steps
 from runs.flags import add_pretraining_flags
 from runs.rules import check_batch, check_parallel, check_work, requested_work

@@ -60,9 +60,10 @@ from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing.devices import use_gpu_in_thread
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import remove
 from plumbing.parser import Parser
-from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
+from plumbing.processes import meet, note_checkpoint, run
 from plumbing.shards import allocate, assign_shard, to_local
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import OtherKind, Tokenizer, load_tokenizer

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from model import Llama
+from plumbing.messages import UserError
 from plumbing.parser import nonnegative_float, positive_int
-from plumbing.processes import UserError
 from text.batch import kernel_widths
 
 # What a flag changes. A resumed run may change its layout and speed, but not its arithmetic: that

@@ -40,9 +40,10 @@ from torch.utils.data import ConcatDataset
 
 from model import IGNORE
 from plumbing.json_files import JsonFile
+from plumbing.messages import Progress, UserError, is_rank_zero
 from plumbing.new_files import hidden_until_complete
 from plumbing.parser import Parser, nonnegative_float, positive_int
-from plumbing.processes import Progress, UserError, is_rank_zero, run
+from plumbing.processes import run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Packed, Rows

@@ -38,8 +38,9 @@ from files.adapters import load_adapter as load_adapter  # re-exported for users
 from files.adapters import peft_name
 from generate import find_model
 from model import Llama
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.processes import Process, run
 from runs import flags, rules, setup
 from techniques import nf4
 from text.chat import open_samples

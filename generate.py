@@ -33,8 +33,9 @@ from files.directories import check_tokenizer, find_adapter, find_checkpoint, re
 from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig, generator_for
 from plumbing.devices import has_bfloat16, widest_float
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import Process, init_distributed, run
 from techniques.nf4 import why_no_blocks
 from text.chat import Conversation, drop_oldest, encode_prompt
 from text.tokenizer import Tokenizer, load_tokenizer

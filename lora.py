@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from config import Work
 from model import Llama, generator_for
 from plumbing.devices import cast_by_autocast
-from plumbing.processes import UserError, with_progress
+from plumbing.messages import UserError, with_progress
 from plumbing.shards import assign_shard, to_local
 from techniques.nf4 import dequantized, packed_shape, product_in_4_bits, quantized, some_rows
 from techniques.parallel_layers import product_of_shards, writes_to_stream

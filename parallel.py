@@ -50,7 +50,8 @@ from torch.nn.parallel import DistributedDataParallel
 from config import ParallelConfig, Work
 from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import connect, widest_float
-from plumbing.processes import Process, UserError
+from plumbing.messages import UserError
+from plumbing.processes import Process
 from plumbing.shards import allocate
 from techniques import (
     async_tp,

@@ -41,8 +41,9 @@ import evaluate
 from finetune_lora import Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
+from plumbing.messages import UserError
 from plumbing.parser import Parser, positive_float
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
 from text.batch import Batch

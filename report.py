@@ -12,9 +12,10 @@ import math
 from pathlib import Path
 
 from plumbing.json_files import JsonFile
+from plumbing.messages import UserError
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 from runs.records import read_metrics
 
 TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"

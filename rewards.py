@@ -47,8 +47,9 @@ from finetune_lora import Script, finetune
 from generate import check_length, generate
 from model import IGNORE
 from parallel import unsharded, used_techniques
+from plumbing.messages import UserError
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
 from text.batch import Batch

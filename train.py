@@ -34,7 +34,8 @@ import evaluate
 from config import Work
 from parallel import World, finish_step, gradient_sync
 from plumbing.devices import widest_float
-from plumbing.processes import UserError, print_rank_zero, run
+from plumbing.messages import UserError, print_rank_zero
+from plumbing.processes import run
 from runs import flags, records, setup
 from techniques import diloco
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config import ParallelConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.float8 import float8_recipes
 
 # What training reaches of the figures of data sheets: of the peak by matrix products and by

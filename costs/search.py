@@ -15,13 +15,8 @@ from costs.page import holds, sends
 from costs.seconds import sent_bytes, step_time
 from model import LlamaConfig
 from parallel import World, refusal
-from plumbing.processes import (
-    Process,
-    memory_of_others,
-    print_rank_zero,
-    processes_on_this_node,
-    with_progress,
-)
+from plumbing.messages import print_rank_zero, with_progress
+from plumbing.processes import Process, memory_of_others, processes_on_this_node
 from techniques.schedules import has_w
 from techniques.technique import Technique
 

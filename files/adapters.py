@@ -22,7 +22,7 @@ from files.safetensors import StoredTensor, Weights, open_safetensors, save_safe
 from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
 from plumbing.json_files import JsonFile
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.nf4 import rounded
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -42,8 +42,9 @@ from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
 from plumbing.json_files import JsonFile
+from plumbing.messages import Progress, UserError, print_rank_zero
 from plumbing.new_files import hidden_until_complete, remove
-from plumbing.processes import Progress, UserError, meet, print_rank_zero
+from plumbing.processes import meet
 from text.templates import SETTINGS
 from text.tokenizer import Tokenizer, find_tokenizer
 

@@ -24,7 +24,7 @@ from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import KVCache, Llama, LlamaConfig
 from plumbing.json_files import JsonFile
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
 from text.tokenizer import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from plumbing.shards import to_local
 
 STATE_ADVICE = "keep all its state, counts of steps too, as tensors in its own state[parameter]"

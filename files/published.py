@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.shards import assign_shard
 
 # All that a real model has matters in this one: grouped queries, the epsilon, and each range of

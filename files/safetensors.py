@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plumbing.json_files import parse_json
-from plumbing.processes import Progress, UserError
+from plumbing.messages import Progress, UserError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

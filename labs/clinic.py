@@ -29,9 +29,10 @@ from dataclasses import dataclass
 
 from labs.machinery.launch import launch
 from labs.machinery.predict import seed_of_student
+from plumbing.messages import UserError
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, nonnegative_int, positive_float
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 from runs.flags import MODEL_FLAGS
 from text.tokenizer import CACHE
 

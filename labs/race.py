@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from labs.machinery.launch import launch
 from plumbing import endings
+from plumbing.messages import UserError
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 
 # Evaluate once, after the last step, on all that is held out; save only then.
 EVALUATE_AT_THE_END = "--eval-every 1000000000 --eval-windows 1000000000 --save-every 0".split()

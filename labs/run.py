@@ -42,8 +42,9 @@ from labs.machinery.checking import check, check_module, with_facts
 from labs.machinery.grading import grade, release, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.predict import predict
+from plumbing.messages import UserError
 from plumbing.parser import Parser, nonnegative_int
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 
 # In the order of teaching.
 ORDER = """

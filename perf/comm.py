@@ -36,7 +36,7 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.devices import has_bfloat16
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth

@@ -38,7 +38,8 @@ from perf.instruments import (
     write_json,
 )
 from perf.rivals import bare_step, transformers_step
-from plumbing.processes import Process, UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
+from plumbing.processes import Process
 from techniques.context_parallel import share_sequences
 
 # What rank 0 runs alone, with the whole batch -> what makes its step.

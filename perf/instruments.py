@@ -40,8 +40,9 @@ from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import World, allocate, parallelize, with_mesh, zero_gradients
+from plumbing.messages import UserError, is_rank_zero, with_progress
 from plumbing.new_files import write_atomically
-from plumbing.processes import Process, UserError, is_rank_zero, with_progress
+from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
 from runs.records import Totals, describe_traffic
 from techniques import optimizers

@@ -11,7 +11,7 @@ from costs.machines import Machine
 from costs.page import holds
 from costs.seconds import compute_time, updated_bytes
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 def read_measurement(file: Path) -> tuple[dict, Machine]:

@@ -25,7 +25,7 @@ from lora import LoRA, adapter_settings
 from parallel import refusal
 from perf.emulated import emulation_table
 from perf.instruments import build_on_meta, check_writable, write_json
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from runs.changed import prediction_note
 from techniques import nf4
 

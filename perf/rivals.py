@@ -14,7 +14,7 @@ from lora import adapter_settings
 from model import attend
 from parallel import World
 from perf.instruments import LEARNING_RATE
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 

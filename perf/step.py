@@ -52,7 +52,7 @@ from perf.instruments import (
     write_json,
 )
 from perf.verdict import EXPOSED, Facts, percent, verdict
-from plumbing.processes import print_rank_zero
+from plumbing.messages import print_rank_zero
 from runs.changed import prediction_note
 from techniques import schedules
 from techniques.pipeline import Pipeline

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 MAX_BYTES = 50_000_000  # of a file that is read whole; large tokenizers have 35 MB
 

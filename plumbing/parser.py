@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 class Parser(argparse.ArgumentParser):

@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,26 +43,18 @@ import torch.distributed as dist
 
 from plumbing import endings, stuck
 from plumbing.devices import memory_snapshot, take_gpu
+from plumbing.messages import UserError, is_rank_zero, print_rank_zero
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
 PEER_LOST_TIMEOUT = 4  # the same once a connection to some rank has been lost
 OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, waited for or not
 GRACE = 5  # seconds in which all ranks notice that they are stuck
-PROGRESS_EVERY = 5  # seconds between two lines on what takes long
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
 ADVICE = dict.fromkeys(USER_FIXABLE, "free some space, or give a path that can be written")
 ADVICE |= dict.fromkeys(("EMFILE", "ENFILE"), "raise the limit (ulimit -Hn), or give fewer files")
-
-
-class UserError(Exception):
-    """The user asked for something impossible. The message is one line that says what to do
-    instead, cut and cleaned of what names in files may hold; `run` prints it and exits with 2."""
-
-    def __init__(self, message: object):
-        super().__init__(str(message).translate(endings.ESCAPED)[:2000])
 
 
 # ---------------------------------------------------------------------------------------- start
@@ -266,50 +258,6 @@ def note_step(step: int | None, seconds: float = 0.0) -> None:
     global _last_step
     now = time.monotonic()
     _last_step = None if step is None else (step, now, now + max(STUCK_AFTER, 5 * seconds))
-
-
-def is_rank_zero() -> bool:
-    """Return whether this is rank 0, or a process without others."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def print_rank_zero(text: str, **where) -> None:
-    """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
-    if text and is_rank_zero():
-        try:
-            print(text.translate(endings.IN_LINES if "file" in where else {}), flush=True, **where)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                error.filename = where.get("file", sys.stdout).name
-                raise
-            # The terminal has been closed. SIGHUP ends the run, which has a checkpoint to save.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), where.get("file", sys.stdout).fileno())
-
-
-class Progress:
-    """Prints on rank 0, every PROGRESS_EVERY, how much of a `total` is done, and the time left."""
-
-    def __init__(self, what: str, total: float, unit: str = ""):
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
-        self.started = self.printed = time.monotonic()
-
-    def add(self, amount: float = 1) -> None:
-        self.done += amount
-        now = time.monotonic()
-        if now - self.printed > PROGRESS_EVERY and self.done < self.total:
-            self.printed = now
-            left = round((now - self.started) / self.done * (self.total - self.done))
-            digits = 1 if self.unit else 0
-            done = f"{self.done:,.{digits}f} of {self.total:,.{digits}f}{self.unit}"
-            print_rank_zero(f"{self.what}: {done}  {timedelta(seconds=left)} left", file=sys.stderr)
-
-
-def with_progress(items: Iterable, what: str, total: int | None = None) -> Iterator:
-    """Yield the items, of which there are len(items) or `total`, and print the Progress."""
-    progress = Progress(what, len(items) if total is None else total)
-    for item in items:
-        yield item
-        progress.add()
 
 
 # ------------------------------------------------------------------------------------------ end

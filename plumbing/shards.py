@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from plumbing.devices import widest_float
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 def to_local(tensor: Tensor) -> Tensor:

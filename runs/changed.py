@@ -11,7 +11,7 @@ from config import ParallelConfig
 from files.published import LOGITS, computes, with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
 from parallel import BEFORE_TP, World, set_dtype
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from runs import equal
 from text.batch import kernel_widths
 

@@ -28,7 +28,7 @@ from config import ParallelConfig, in_float64
 from files.published import with_fixed_weights
 from model import IGNORE, Llama, LlamaConfig
 from parallel import World, parallelize
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from plumbing.shards import allocate, chunk_of
 from techniques.context_parallel import own_tokens, share_sequences
 from techniques.schedules import lines_of, read_schedule

@@ -9,6 +9,7 @@ from config import FLAGS, add_parallel_flags
 from data import add_reading_flags
 from lora import TARGETS
 from model import PRESETS, LlamaConfig
+from plumbing.messages import UserError
 from plumbing.parser import (
     Parser,
     duration,
@@ -18,7 +19,6 @@ from plumbing.parser import (
     positive_float,
     positive_int,
 )
-from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
 # Fields of LlamaConfig whose flags replace the preset's value: integers and strings.

@@ -29,8 +29,9 @@ from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
 from plumbing.json_files import parse_json
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import write_atomically
-from plumbing.processes import UserError, newest_checkpoint, note_step, print_rank_zero
+from plumbing.processes import newest_checkpoint, note_step
 from runs.flags import MODEL_FLAGS
 from text.tokenizer import Tokenizer
 

@@ -13,8 +13,9 @@ from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
 from parallel import refusal
+from plumbing.messages import UserError
 from plumbing.parser import Given
-from plumbing.processes import Process, UserError
+from plumbing.processes import Process
 from runs.flags import MODEL_FLAGS
 from techniques.technique import Technique
 from text.corpora import check_there_is_data

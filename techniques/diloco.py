@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from config import ParallelConfig, Work
 from model import Llama
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.shards import to_local
 from techniques.technique import Technique
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from config import Work
 from model import LlamaConfig
 from plumbing.devices import has_triton
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.recompute import PRODUCTS
 from techniques.technique import Technique
 

@@ -43,7 +43,7 @@ from torch.optim.adamw import adamw
 from config import ParallelConfig, Work
 from model import Llama
 from plumbing.devices import has_triton
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from plumbing.shards import dims_of, local_squared_norm, shard_of, sharded_over, to_local
 from techniques.parallel_layers import writes_to_stream
 from techniques.technique import Technique

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from config import Work
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
 
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config import Work
 from model import KVCache, Llama
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, has_w, make_schedule
 

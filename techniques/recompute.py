@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from model import Block, Llama
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.technique import Technique
 
 # Operators that return a matrix product (all_to_all_single: in async TP). Techniques add theirs.

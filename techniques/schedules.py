@@ -19,8 +19,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from plumbing.messages import UserError
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import UserError, run
+from plumbing.processes import run
 
 
 def gpipe(rank: int, p: int, m: int, v: int = 1) -> list[str]:

@@ -27,7 +27,7 @@ from config import ParallelConfig, Work
 from generate import generate
 from model import IGNORE, Llama, LlamaConfig
 from perf.instruments import build_on_meta
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from runs.rules import check_parallel, check_work
 from techniques import nf4
 from techniques.experts import MixtureOfExperts

@@ -8,7 +8,7 @@ import tiktoken
 import torch
 
 from model import IGNORE
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text import chat, conversations
 from text.chat import Packed, encode, encode_prompt, open_samples, pack
 from text.conversations import read_conversations

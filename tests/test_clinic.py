@@ -16,7 +16,7 @@ from conftest import ROOT, in_copy, succeed
 
 from labs import clinic
 from labs.machinery import predict
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 # What the cure divides the measured quantity by, at least.
 CURES = {

@@ -32,7 +32,7 @@ from workers.drill import drill, kill, newest
 
 from files import directories
 from files.directories import checkpoints, lock_directory, open_weights, verify
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]

@@ -23,7 +23,8 @@ from files.adapters import gather_adapters, save_adapter
 from lora import LoRA, add_adapters
 from model import LlamaConfig
 from plumbing import endings
-from plumbing.processes import ADVICE, UserError
+from plumbing.messages import UserError
+from plumbing.processes import ADVICE
 from runs.records import best_loss
 from text import corpora
 from text.chat import encode

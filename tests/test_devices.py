@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from plumbing.messages import UserError
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError
+from plumbing.processes import Process
 from runs import setup as setup_py
 from runs.flags import add_pretraining_flags
 from runs.setup import setup

@@ -14,7 +14,7 @@ from workers.train_cases import batch_of
 import text.batch as batch_py
 from config import ParallelConfig
 from model import Llama, LlamaConfig, document_mask
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from runs.changed import check_documents
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch, Documents

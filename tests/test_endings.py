@@ -41,7 +41,7 @@ from config import ParallelConfig
 from model import Llama
 from perf.instruments import random_batch
 from plumbing import endings, processes
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from runs import records
 from techniques.optimizers import make_optimizer
 from train import train_step

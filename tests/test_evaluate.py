@@ -16,7 +16,7 @@ from test_nf4 import rounded_to_4_bits
 from checkpoint import load_pretrained
 from files.adapters import load_adapter
 from model import LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text import exams
 from text.chat import encode_prompt, open_chats
 from text.corpora import Reading

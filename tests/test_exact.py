@@ -22,7 +22,7 @@ from workers.train_cases import BATCH, SEQ, steps_of
 
 from config import FLAGS, STRATEGIES, Work
 from model import LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from preferences import LOSSES
 from techniques.schedules import SCHEDULES
 

@@ -17,7 +17,7 @@ from costs.shapes import flops_per_token
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from perf.instruments import build_on_meta
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.recompute import recompute_and_compile
 from text.tokenizer import load_tokenizer
 

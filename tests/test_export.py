@@ -11,7 +11,7 @@ from files import published as fingerprint
 from files.gguf import save_gguf
 from files.published import with_fixed_weights
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 # Strings of model.py, and places for more lines.
 FIELD = "    tie_embeddings: bool = False"

@@ -21,7 +21,7 @@ from files.directories import find_adapter, find_checkpoint, open_weights, read_
 from files.safetensors import StoredTensor
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.chat import encode_prompt
 from text.templates import CHAT_TEMPLATE
 from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer

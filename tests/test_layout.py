@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conftest import ROOT, parsed_by
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 # A folder, or a script at the top, may import those that stand after it, and its own row.
 ORDER = """

@@ -14,7 +14,7 @@ from files.formats import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
 from lora import LoRA, LoRALinear, adapters, add_adapters, init_adapters, merged_weight
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)

@@ -26,7 +26,8 @@ from config import ParallelConfig
 from model import Block, Llama, LlamaConfig
 from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
 from perf.instruments import build_on_meta, emulate
-from plumbing.processes import Process, UserError
+from plumbing.messages import UserError
+from plumbing.processes import Process
 from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas

@@ -21,8 +21,8 @@ from costs.page import holds
 from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
+from plumbing.messages import UserError
 from plumbing.parser import Parser
-from plumbing.processes import UserError
 from runs.flags import add_pretraining_flags
 from runs.setup import ratio_of_peaks
 from techniques.schedules import SCHEDULES

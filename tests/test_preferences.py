@@ -20,7 +20,7 @@ from workers.train_cases import BETA, packed_pairs
 
 from checkpoint import write_checkpoint
 from model import IGNORE, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from preferences import Preferences
 from rewards import Answers, Rewards
 from text.chat import Packed, encode, open_samples

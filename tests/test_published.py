@@ -19,7 +19,7 @@ from test_formats import PLAIN, transformers_model
 from tiktoken.load import load_tiktoken_bpe
 
 from checkpoint import export_weights, read_config
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.chat import encode, encode_prompt
 from text.tokenizer import load_tokenizer, train_bpe, train_tokenizer
 

@@ -9,7 +9,7 @@ import safetensors.torch as package
 import torch
 
 from files.safetensors import DTYPES, StoredTensor, open_safetensors, save_safetensors
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 def samples() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from test_published import TALK, assert_chats_agree, write
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text import templates as templates_module
 from text.chat import encode
 from text.tokenizer import load_tokenizer

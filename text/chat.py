@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from model import IGNORE
-from plumbing.processes import UserError, with_progress
+from plumbing.messages import UserError, with_progress
 from text.batch import Batch
 from text.conversations import OPTIONAL_FIELDS, Conversation, Sample, conversations
 from text.corpora import Reading

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
 from text.corpora import (
     Reading,
     check_string,

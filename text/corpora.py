@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from plumbing.json_files import parse_json
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.messages import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
 MAX_LINE = 64 << 20  # bytes; a small file of gzip's may hold a line of any length

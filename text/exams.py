@@ -8,7 +8,7 @@ Examples may precede the question in its text. A choice follows after a space.
 
 from pathlib import Path
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.chat import Encoded, Rows, encode_prompt
 from text.corpora import check_string, read_records
 from text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from random import Random
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.conversations import Conversation, Sample, conversation_of, conversations, docstrings
 
 EXPECTED = '{"prompt", "chosen", "rejected"}, or {"chosen", "rejected"} with whole conversations'

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.json_files import parse_json
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.templates import token_names
 from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 

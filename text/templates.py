@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 
 from plumbing.json_files import JsonFile
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from text.corpora import check_string
 
 # Llama 3's form, in Meta's words, since ollama recognizes a template by its likeness to Meta's.

@@ -24,8 +24,8 @@ import regex  # comes with tiktoken, which needs it
 import tiktoken
 
 from plumbing.json_files import JsonFile
+from plumbing.messages import Progress, UserError
 from plumbing.new_files import hidden_until_complete
-from plumbing.processes import Progress, UserError
 from text.corpora import Reading, find_files, read_pieces
 from text.templates import SETTINGS, chat_template, default_template, read_settings, token_names
 

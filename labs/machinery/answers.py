@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 LABS = Path(__file__).resolve().parent.parent
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from labs.machinery.answers import wrong_answers
 from labs.machinery.guard import LABS, check_guarded
-from plumbing.processes import UserError, with_progress
+from plumbing.messages import UserError, with_progress
 
 LONGEST = 60.0  # seconds that any submission has
 SOLVED = re.compile("labs/[a-z0-9_]+/(answer.py|wrong.txt)|tests/test_labs")

@@ -15,7 +15,7 @@ from pathlib import Path
 from labs.machinery.answers import LABS, answer_of, patched, wrong_answers
 from labs.machinery.checking import KNOWN_SEED, check_module, properties_of, run_student
 from labs.machinery.compare import fingerprint
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 def write_known(lab: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 
 
 def launch(

@@ -38,7 +38,7 @@ from labs.machinery.lab import plural
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
 from perf.plan import table
-from plumbing.processes import UserError
+from plumbing.messages import UserError
 from techniques.schedules import SCHEDULES, bubble, check_schedule, draw_text, held, make_schedule
 
 RECORD = Path(__file__).resolve().parent.parent / "work/.predictions"
