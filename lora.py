@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from config import Work
 from model import Llama, generator_for
 from plumbing.devices import cast_by_autocast
 from plumbing.messages import UserError, with_progress
@@ -301,7 +300,7 @@ def quantize_base(
 # ------------------------------------------------------------------ what others ask of a technique
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
+def holds(model: Llama, work) -> dict[str, float]:
     """Return how many elements per token a block saves for backward beyond a block without
     adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
     CPU in elements); with DoRA also the y that is scaled. An input that only frozen layers read is

@@ -38,7 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from config import Work
 from model import Llama
 from plumbing.shards import shard_parameters
 from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens
@@ -221,7 +220,7 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
     return InChunks(style.weight_dim) if style in (COLUMNS, ROWS) else style
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     if work.parallel.tp == 1:
         return "--async-tp is for --tp 2 or more: give --tp, or leave it out"
     if has_w(work.parallel.schedule):
@@ -229,7 +228,7 @@ def refuses(work: Work) -> str:
     return ""
 
 
-def sends(model: Llama, work: Work) -> Iterator[tuple]:
+def sends(model: Llama, work) -> Iterator[tuple]:
     """Messages in place of the blocks' collectives, n - 1 for each, and w2's once more where blocks
     recompute."""
     parallel, calls = work.parallel, work.microbatches * len(model.layers)

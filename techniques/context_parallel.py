@@ -44,12 +44,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from config import Work
 from model import attend, document_mask
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks.
     Padding could make them equal, but ranks would compute it."""
     parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import ParallelConfig, Work
+from config import ParallelConfig
 from model import Llama
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.shards import to_local
@@ -47,7 +47,7 @@ from techniques.technique import Technique
 OWN = ".replica-"  # in a checkpoint NAME.replica-R is a tensor of replica R alone
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return one line that says why DiLoCo cannot train such a step, or ""."""
     parallel = work.parallel
     if parallel.dp != "diloco":
@@ -63,7 +63,7 @@ def refuses(work: Work) -> str:
     return ""
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
+def holds(model: Llama, work) -> dict[str, float]:
     """A rank also keeps the outer copy and its momentum, sharded like the weights."""
     parallel = work.parallel
     if parallel.dp != "diloco":
@@ -72,7 +72,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     return {"kept": 2 * elements * parallel.grad_bytes}
 
 
-def sends(model: Llama, work: Work) -> Iterator[tuple]:
+def sends(model: Llama, work) -> Iterator[tuple]:
     """Drifts are sent once in H steps. They count as one call: no computation hides them."""
     parallel = work.parallel
     if parallel.dp == "diloco":

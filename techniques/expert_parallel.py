@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from config import STRATEGIES, ParallelConfig, Work
+from config import STRATEGIES, ParallelConfig
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
 from techniques.experts import Experts, GroupedLinear, Router, on_host
@@ -133,7 +133,7 @@ PLAN = {
 }
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return why a step cannot compute the experts of its model, in a line, or ""."""
     parallel, n = work.parallel, work.model.config.n_experts
     ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
@@ -151,7 +151,7 @@ def refuses(work: Work) -> str:
     return ""
 
 
-def sends(model: Llama, work: Work) -> Iterator[tuple]:
+def sends(model: Llama, work) -> Iterator[tuple]:
     """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
     not gather tokens, which costs/page.py counts."""
     config, parallel, tp = work.model.config, work.parallel, work.parallel.tp

@@ -37,7 +37,6 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import ParallelConfig, Work
 from model import Llama
 from plumbing.devices import cast_by_autocast
 from techniques.parallel_layers import product_of_shards, writes_to_stream
@@ -166,7 +165,7 @@ class Float8Linear(nn.Linear):
 # ------------------------------------------------------------------ what others ask of a technique
 
 
-def layers_in_8_bits(model: Llama, parallel: ParallelConfig) -> dict[str, nn.Linear]:
+def layers_in_8_bits(model: Llama, parallel) -> dict[str, nn.Linear]:
     """Return the layers that are multiplied in 8 bits, by name: matrices of the blocks, without
     bias or adapter, whose widths a GPU can multiply, also when tp divides one of them."""
     multiple = parallel.tp * (BLOCK if parallel.float8 == "mxfp8" else MULTIPLE)
@@ -191,7 +190,7 @@ def use_float8(model: Llama, world) -> None:
         model.set_submodule(name, Float8Linear(layer, world.parallel.float8))
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     parallel, recipe = work.parallel, work.parallel.float8
     if has_w(parallel.schedule):
         return "a backward in two parts does not combine with --float8: use --schedule 1f1b"
@@ -209,7 +208,7 @@ def refuses(work: Work) -> str:
     return "" if layers_in_8_bits(work.model, parallel) else reason
 
 
-def sends(model: Llama, work: Work) -> Iterator[tuple]:
+def sends(model: Llama, work) -> Iterator[tuple]:
     """Ranks all-reduce largest numbers in forward where each has a part of the input features (wo,
     w2), in backward elsewhere; but tensorwise, those of a weight always in forward."""
     parallel, m, w = work.parallel, work.microbatches, work.parallel.weight_bytes

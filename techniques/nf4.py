@@ -29,12 +29,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from config import Work
 from model import LlamaConfig
 from plumbing.devices import has_triton
 from plumbing.messages import UserError
-from techniques.recompute import PRODUCTS
-from techniques.technique import Technique
+from techniques.technique import PRODUCTS, Technique
 
 BLOCK = 64
 # fmt: off
@@ -157,7 +155,7 @@ def why_no_blocks(config: LlamaConfig, tp: int = 1) -> str:
     return ""
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     parallel = work.parallel
     is_fsdp = parallel.dp != "auto" and parallel.strategy.uses_fsdp
     if is_fsdp and parallel.reshard != "adapters" and torch.__version__ < "2.13":

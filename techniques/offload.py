@@ -37,7 +37,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from config import Work
 from model import Llama
 from plumbing.shards import to_local
 from techniques.technique import Technique
@@ -199,7 +198,7 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
     current.to_cpu()
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     if work.parallel.pp > 1:
         return "--pp does not combine with --offload-activations: give one of them"
     if (kind := work.parallel.checkpointing) in ("none", "full"):

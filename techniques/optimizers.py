@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from config import ParallelConfig, Work
 from model import Llama
 from plumbing.devices import has_triton
 from plumbing.messages import UserError
@@ -307,7 +306,7 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
 
 
 def make_optimizer(
-    model: Llama, parallel: ParallelConfig, lr: float = 5e-3, weight_decay: float = 0.1
+    model: Llama, parallel, lr: float = 5e-3, weight_decay: float = 0.1
 ) -> torch.optim.Optimizer:
     """Return Muon or an AdamW; weight decay applies to matrices and not to vectors."""
     named = optimizer_parameters(model).items()  # names identify their state in checkpoints
@@ -381,7 +380,7 @@ def stacks_on_rank(model: Llama, parallel) -> list[list[int]]:
     return own * len(model.layers)
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
+def holds(model: Llama, work) -> dict[str, float]:
     """A matrix has one moment, not two as under AdamW. During an update rank 0 has its parts of two
     batches of matrices, and four whole matrices: its own, two powers of it, and what it sends."""
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
@@ -394,7 +393,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     }
 
 
-def sends(model: Llama, work: Work) -> Iterator[tuple]:
+def sends(model: Llama, work) -> Iterator[tuple]:
     """Rank 0 takes the first matrix of each batch. It sends its parts of other matrices to their
     owners in its replica. After that it sends each rank its part of the first matrix."""
     parallel = work.parallel
@@ -427,7 +426,7 @@ def flops_of_muon(model: Llama, parallel) -> int:
     return flops
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     parallel = work.parallel
     if parallel.moments == "bfloat16" or parallel.offload:
         flag = "--offload" if parallel.offload else "--moments bfloat16"

@@ -18,12 +18,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from config import Work
 from plumbing.messages import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return why tensor parallelism cannot shard a step evenly, in a line, or ""."""
     config, parallel = work.model.config, work.parallel
     if (shareable := math.gcd(config.n_kv_heads, config.ffn_dim)) % parallel.tp:

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from config import Work
 from model import KVCache, Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
@@ -48,7 +47,7 @@ from techniques.schedules import Action, check_schedule, has_w, make_schedule
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return why a step cannot pass through a pipeline, in a line, or ""."""
     parallel, layers = work.parallel, work.model.config.n_layers
     if parallel.pp == 1:

@@ -35,10 +35,8 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from plumbing.messages import UserError
-from techniques.technique import Technique
+from techniques.technique import PRODUCTS, Technique
 
-# Operators that return a matrix product (all_to_all_single: in async TP). Techniques add theirs.
-PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 # Selective checkpointing expects the operators of forward again in a recomputation. Let it ignore
 # FSDP's marks for profilers, of which a recomputation has fewer.
 SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)

@@ -9,6 +9,9 @@ and give it a field in config.py. Here `world` is not annotated, since parallel.
 from collections.abc import Callable
 from typing import NamedTuple
 
+# Operators that return a matrix product (all_to_all_single: in async TP). Techniques add theirs.
+PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
+
 
 class Technique(NamedTuple):
     """The answers of one technique. Each has a default, which changes nothing."""

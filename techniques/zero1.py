@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from config import Work
 from model import Llama
 from plumbing.shards import chunk_of
 
@@ -72,7 +71,7 @@ class ZeRO1(nn.Module):
         self.pending.clear()
 
 
-def refuses(work: Work) -> str:
+def refuses(work) -> str:
     """Return one line that says why ZeRO-1 cannot do such a step, or ""."""
     parallel = work.parallel
     if parallel.dp == "zero1" and parallel.tp * parallel.pp > 1:
