@@ -36,7 +36,8 @@ import rewards
 import train
 from config import FLAGS, Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, assumed_machine
-from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
+from costs.plans import FILTERS
+from costs.search import SAME_TRAINING, with_mesh_sizes
 from data import local_batch, row_of
 from evaluate import Prediction
 from lora import LoRA

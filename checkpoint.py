@@ -40,7 +40,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
@@ -54,17 +53,20 @@ from files.adapters import (
 )
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.gguf import Q8_0, DType, save_gguf
+from files.loading import _weights
+from files.loading import load_pretrained as load_pretrained  # for scripts of users
+from files.loading import load_weights as load_weights
 from files.optimizer_state import optimizer_state
 from files.published import small_logits
 from files.safetensors import Weights, with_progress_of
-from lora import LoRA, adapter_settings, adapters, quantize_base
+from lora import LoRA, adapter_settings, adapters
 from model import Llama, LlamaConfig
 from plumbing.devices import use_gpu_in_thread
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import remove
 from plumbing.parser import Parser
-from plumbing.processes import meet, note_checkpoint, run
-from plumbing.shards import allocate, assign_shard, to_local
+from plumbing.processes import note_checkpoint, run
+from plumbing.shards import assign_shard, to_local
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import OtherKind, Tokenizer, load_tokenizer
 
@@ -275,14 +277,6 @@ class Saver(contextlib.AbstractContextManager):
         note_checkpoint(final.name)
 
 
-def _weights(model: Llama) -> dict[str, Tensor]:
-    """Return a model's weights by name, without adapters, sharing its memory."""
-    tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
-    if model.config.tie_embeddings:
-        tensors.pop("output.weight", None)  # of a pipeline's ranks, the last alone has it
-    return tensors
-
-
 # ---------------------------------------------------------------------------------------- loading
 
 
@@ -324,58 +318,6 @@ def resume(
         directories.load_tensors(weights, directory / "weights")
     directories.load_tensors(state, directory / "optimizer", spare=left_out(model, saved))
     return metadata["step"]
-
-
-@torch.no_grad()
-def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> None:
-    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`, and
-    an adapter, if one is given: into the model's own adapters or, without any, merged.
-
-    All ranks call it together, and each loads its shards. From our files a rank reads only what
-    overlaps with its shards. From other files, with an adapter to merge, or into 4 bits, it reads
-    one full matrix at a time, which takes memory only if rows are reordered or joined, or values
-    change. Without `adapter`, the model's adapters do not change."""
-    if adapter and (factors := adapters(model)):
-        _, stored = open_adapter(adapter, model.config)
-        for name, factor in factors.items():
-            assign_shard(factor, stored[name].read())
-        adapter = None  # none is to be merged
-    in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
-    if directories.has_weights(directory) and not in_4_bits and not adapter:
-        directories.verify(directory, "weights")
-        meet()
-        directories.load_tensors(_weights(model), directory / "weights")
-        return
-    _, stored = open_weights(directory)
-    formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
-    if adapter:  # in the model's dtype: that of the files may be too narrow for the change
-        dtype = next(model.parameters()).dtype
-        stored = {name: weight.to(dtype) for name, weight in stored.items()}
-        stored = merged_weights(stored, adapter, model.config)
-    quantize_base(model, lambda name: stored[name].read(), assign_shard)
-    stored = with_progress_of(stored, f"loading {directory}")
-    for name, parameter in _weights(model).items():
-        if parameter.is_floating_point():
-            assign_shard(parameter, stored[name].read())
-
-
-def load_pretrained(
-    directory: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    prepare: Callable[[Llama], None] = lambda model: None,
-    adapter: Path | None = None,
-) -> Llama:
-    """Return a Llama with what load_weights loads, from any directory that find_checkpoint finds.
-    `prepare` may change its layers before they are allocated, as add_adapters does."""
-    directory = find_checkpoint(Path(directory))
-    config = read_config(directory)["model"]  # not on meta, where it could compare no logits
-    with torch.device("meta"):
-        model = Llama(config).to(dtype)
-        prepare(model)
-    allocate(model, device)
-    load_weights(directory, model, adapter)
-    return model.eval()
 
 
 # ---------------------------------------------------------------------- import, export and merge

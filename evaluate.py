@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import load_weights
 from config import RESUMABLE, Work, add_parallel_flags
 from costs.search import fits_unsharded
 from data import Windows, add_reading_flags, list_left_out, local_batch, open_text, read_ahead
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
+from files.loading import load_weights
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, add_adapters
 from model import IGNORE, Llama

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import load_pretrained
 from files.adapters import open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
+from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig, generator_for
 from plumbing.devices import has_bfloat16, widest_float

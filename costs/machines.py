@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config import ParallelConfig
+from costs.shapes import PEAK_FLOPS
 from plumbing.messages import UserError
 from techniques.float8 import float8_recipes
 
@@ -27,40 +28,6 @@ REACHED = {
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
 ONE_STEP = "only one training on it is known, and none in the fit"
 NO_STEP = "no training on it is in the fit: expect it up to twice too fast"
-
-# Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
-# in 8 bits reach twice as much there, by the same data sheets.
-PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "GH200": 989.4e12,
-    "H200 NVL": 835e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307.4e12,
-    "MI300X": 1307.4e12,
-    "MI250X": 191.5e12,  # of one of its two dies: torch counts each as a device
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak of a device by its name, None if it is not known: MFU is never guessed."""
-    for name, peak in PEAK_FLOPS.items():
-        # "RTX 4090 Laptop" and "RTX 4090 D" are slower than what the table means.
-        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
-            return peak
-    return None
 
 
 class GPU(NamedTuple):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import lora
-from config import EVERYTHING, Work
+from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
 from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
@@ -196,3 +196,16 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         rows = elements(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)[0] // p.shard
         yield "pp", "send", int(rows > 0), rows * p.grad_bytes
+
+
+def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
+    """Return what a rank puts on its links where collectives run in rings of n ranks, as NCCL's do:
+    of a payload (n-1)/n, for an all-reduce twice; of a message or Muon's all-to-all, all. gloo's
+    reduce-scatter sends as much as an all-reduce, twice what is counted here."""
+    sent = 0.0
+    for (dim, collective), (_, payload) in traffic.items():
+        n = parallel.group_size(dim)
+        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
+        share = 1 if collective == "send" or is_muons else (n - 1) / n
+        sent += share * payload * (2 if collective == "all-reduce" else 1)
+    return round(sent)

@@ -1,24 +1,19 @@
 """Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
 
-import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from config import LAYOUTS, STRATEGIES, ParallelConfig, Work, flags_of
-from costs.machines import Machine
-from costs.page import holds, sends
-from costs.seconds import sent_bytes, step_time
-from model import LlamaConfig
+from config import STRATEGIES, ParallelConfig, Work, flags_of
+from costs.page import holds, sends, sent_bytes
 from parallel import World, refusal
-from plumbing.messages import print_rank_zero, with_progress
+from plumbing.messages import print_rank_zero
 from plumbing.processes import Process, memory_of_others, processes_on_this_node
 from techniques.schedules import has_w
-from techniques.technique import Technique
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
@@ -178,131 +173,3 @@ def fits_unsharded(work: Work, world: World) -> bool:
 
 
 # ------------------------------------------------------------------------------- plans of a cluster
-
-# Flags that fix part of a plan.
-FILTERS = [*LAYOUTS, "microbatch"]
-MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
-LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
-# Schedule and stages of a rank. GPipe is left out: 1F1B takes as long, with less memory.
-PIPELINES = [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to train on the cluster, and its predicted cost on the rank with the most."""
-
-    work: Work
-    machine: Machine
-
-    # Each when it is asked for: of plans that do not fit nobody asks for the time.
-    @functools.cached_property
-    def memory(self) -> dict[str, float]:
-        """Bytes by kind, and the `peak`: see costs/page.py."""
-        return holds(self.work)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory["peak"] <= USABLE_FRACTION * self.machine.memory
-
-    @property
-    def activations(self) -> str:
-        """How activations are kept, as in ACTIVATIONS."""
-        settings = vars(self.work.parallel).items()
-        return next(name for name, way in ACTIVATIONS.items() if way.items() <= settings)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends in a step."""
-        return sent_bytes(sends(self.work), self.work.parallel)
-
-    @functools.cached_property
-    def parts(self) -> dict[str, float]:
-        """Seconds of a step by part: see costs/seconds.py."""
-        return step_time(self.work, self.machine)
-
-    @functools.cached_property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens that a GPU trains on in a second."""
-        work = self.work
-        return work.batch * work.seq_len / self.seconds / work.parallel.size
-
-
-def order(plan: Plan) -> tuple:
-    """Sort key: plans that fit first, from the fastest; then the others, from the smallest."""
-    return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
-
-
-def tp_sizes(config: LlamaConfig, gpus: int) -> list[int]:
-    """Return the sizes of tensor parallelism that a model and so many GPUs allow."""
-    return divisors(math.gcd(gpus, config.n_kv_heads, config.ffn_dim))
-
-
-def every_plan(
-    work: Work, gpus: int, machine: Machine, wanted: dict[str, object], *techniques: Technique
-) -> Iterator[Plan]:
-    """Yield every plan for the batch of `work` on a cluster, with the dtypes, the optimizer and the
-    products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
-    `techniques` are those that parallelism does not know."""
-    config = work.model.config
-    sizes_of_ep = divisors(math.gcd(gpus, config.n_experts)) if config.n_experts else [1]
-    frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
-    sizes = list(itertools.product(tp_sizes(config, gpus), divisors(gpus)))
-    for tp, pp in with_progress(sizes, "plans"):
-        ranks, rest = divmod(gpus, tp * pp)
-        if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
-            continue
-        for (dp, shard), (cp, microbatch), ep in itertools.product(
-            data_parallel_choices(wanted["dp"], ranks),
-            shares_of_batch(ranks, work, wanted["cp"]),
-            sizes_of_ep,
-        ):
-            microbatches = work.batch * cp // ranks // microbatch
-            if microbatches < pp:  # ranks of the pipeline would wait half of the time
-                continue
-            reshards = ["weights"]
-            if shard > 1 and microbatches > 1:  # which may share all-gathers
-                reshards.append("none")
-                if pp == 1:  # else gradients are those of a stage: to shard them saves little
-                    reshards.append("all")
-            if shard > 1 and frozen:
-                reshards.append("adapters")
-            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, ep=ep, dp=dp)
-            for activations, reshard, (schedule, v) in itertools.product(
-                ACTIVATIONS.values(), reshards, PIPELINES if pp > 1 else PIPELINES[:1]
-            ):
-                order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
-                parallel = replace(work.parallel, **mesh, **activations, **order)
-                settings = vars(parallel) | {"microbatch": microbatch}
-                matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
-                planned = replace(work, parallel=parallel, microbatch=microbatch)
-                if matches and not refusal(planned, *techniques):
-                    yield Plan(planned, machine)
-
-
-def shares_of_batch(ranks: int, work: Work, wanted_cp: int | None) -> Iterator[tuple[int, int]]:
-    """Yield (ranks that share a sequence, sequences of a microbatch) for so many ranks of data
-    parallelism."""
-    for cp in divisors(ranks):
-        sequences, rest = divmod(work.batch * cp, ranks)  # of a step, on each rank
-        long_enough = cp in (1, wanted_cp) or work.seq_len // cp >= LEAST_TOKENS
-        if long_enough and not rest:
-            for microbatch in divisors(sequences):
-                yield cp, microbatch
-
-
-def data_parallel_choices(wanted: str | None, ranks: int) -> list[tuple[str, int]]:
-    """Return (strategy, shard size) for so many ranks with different sequences: those that compute
-    the same, and what is `wanted`. HSDP's shard size may be any divisor of the ranks, not only the
-    ranks of a node, but 1, which is DDP, and all, which is FSDP."""
-    choices = [("ddp", 1)]
-    if ranks > 1:
-        hsdp = [("hsdp", shard) for shard in divisors(ranks)[1:-1]]
-        choices += [("zero1", 1), *hsdp, ("fsdp", ranks)]
-    if wanted in STRATEGIES and wanted not in SAME_TRAINING:
-        sizes = {STRATEGIES[wanted].shard_size(ranks, in_node) for in_node in divisors(ranks)}
-        choices += [(wanted, shard) for shard in sorted(sizes)]
-    return choices

@@ -183,19 +183,6 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: boo
 # --------------------------------------------------------------------------------------- the links
 
 
-def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
-    """Return what a rank puts on its links where collectives run in rings of n ranks, as NCCL's do:
-    of a payload (n-1)/n, for an all-reduce twice; of a message or Muon's all-to-all, all. gloo's
-    reduce-scatter sends as much as an all-reduce, twice what is counted here."""
-    sent = 0.0
-    for (dim, collective), (_, payload) in traffic.items():
-        n = parallel.group_size(dim)
-        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
-        share = 1 if collective == "send" or is_muons else (n - 1) / n
-        sent += share * payload * (2 if collective == "all-reduce" else 1)
-    return round(sent)
-
-
 def collective_time(
     collective: str, nbytes: float, dim: str, parallel: ParallelConfig, machine: Machine
 ) -> float:

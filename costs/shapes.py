@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import NamedTuple
 
 from torch import nn
@@ -98,3 +99,38 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
             per_weight = 6 if layer.weight.requires_grad else 4
             weights += per_weight * layer.used * layer.weight[0].numel()
     return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len
+
+
+# Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
+# in 8 bits reach twice as much there, by the same data sheets.
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+    "MI250X": 191.5e12,  # of one of its two dies: torch counts each as a device
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak of a device by its name, None if it is not known: MFU is never guessed."""
+    for name, peak in PEAK_FLOPS.items():
+        # "RTX 4090 Laptop" and "RTX 4090 D" are slower than what the table means.
+        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
+            return peak
+    return None

@@ -27,8 +27,11 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
 import bench  # noqa: E402
 from config import ParallelConfig, Work  # noqa: E402
-from costs.page import holds, sends  # noqa: E402
-from costs.seconds import sent_bytes  # noqa: E402
+from costs.page import (  # noqa: E402
+    holds,
+    sends,
+    sent_bytes,
+)
 from model import PRESETS  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402

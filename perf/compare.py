@@ -20,9 +20,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig, Work
-from costs.page import Traffic
+from costs.page import Traffic, sent_bytes
 from costs.search import SAME_TRAINING
-from costs.seconds import sent_bytes
 from parallel import World, with_mesh
 from perf.instruments import (
     Rounds,

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
 from costs.machines import FITTED, GPUS, Machine
-from costs.search import LESS_STATE, USABLE_FRACTION, Plan, every_plan, order, tp_sizes
+from costs.plans import Plan, every_plan, order, tp_sizes
+from costs.search import LESS_STATE, USABLE_FRACTION
 from costs.shapes import flops_per_token
 from lora import LoRA, adapter_settings
 from parallel import refusal

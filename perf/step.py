@@ -35,10 +35,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from config import DIMS, ParallelConfig, Work
-from costs.machines import peak_flops
 from costs.page import Traffic, holds
 from costs.search import usable_memory
-from costs.shapes import flops_per_token
+from costs.shapes import flops_per_token, peak_flops
 from parallel import World, zero_gradients
 from perf.instruments import (
     Rounds,

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from config import RESUMABLE, ParallelConfig, Work
-from costs.machines import peak_flops
-from costs.page import Traffic, sends
-from costs.seconds import sent_bytes
-from costs.shapes import flops_per_token
+from costs.page import Traffic, sends, sent_bytes
+from costs.shapes import flops_per_token, peak_flops
 from data import tokens_done
 from files.directories import lock_directory
 from model import Llama

@@ -13,7 +13,7 @@ from test_chat import BYTES, assistant, user
 from test_formats import our_model, saved
 
 import generate as script
-from checkpoint import load_pretrained
+from files.loading import load_pretrained
 from generate import generate, stream
 from model import LlamaConfig
 from text.chat import encode_prompt

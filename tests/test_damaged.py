@@ -16,10 +16,10 @@ from test_formats import our_model, saved, saved_hf, stored
 from test_published import write
 
 import report
-from checkpoint import load_pretrained
 from data import open_windows, tokenize, tokenizer_of_token_files
 from files import directories, formats
 from files.adapters import gather_adapters, save_adapter
+from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import LlamaConfig
 from plumbing import endings

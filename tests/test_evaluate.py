@@ -13,8 +13,8 @@ from test_finetune import flags
 from test_formats import our_model, saved
 from test_nf4 import rounded_to_4_bits
 
-from checkpoint import load_pretrained
 from files.adapters import load_adapter
+from files.loading import load_pretrained
 from model import LlamaConfig
 from plumbing.messages import UserError
 from text import exams

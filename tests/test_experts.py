@@ -12,8 +12,9 @@ from conftest import metrics, succeed
 from test_train import flags, same_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoint import find_checkpoint, load_pretrained, read_config
+from checkpoint import find_checkpoint, read_config
 from costs.shapes import flops_per_token
+from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from perf.instruments import build_on_meta

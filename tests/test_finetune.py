@@ -12,10 +12,11 @@ from exact import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 
-from checkpoint import load_pretrained, write_checkpoint
+from checkpoint import write_checkpoint
 from data import window_of
 from files.adapters import PEFT_FILES
 from files.directories import read_index
+from files.loading import load_pretrained
 from files.safetensors import open_safetensors
 from finetune_lora import load_adapter
 from generate import generate

@@ -14,10 +14,11 @@ import torch
 import transformers
 from conftest import hugging_face_model, succeed
 
-from checkpoint import export_weights, import_weights, load_pretrained, write_checkpoint
+from checkpoint import export_weights, import_weights, write_checkpoint
 from files import formats
 from files.adapters import save_adapter
 from files.directories import find_adapter, find_checkpoint, open_weights, read_config
+from files.loading import load_pretrained
 from files.safetensors import StoredTensor
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
-from costs.machines import peak_flops
-from costs.shapes import flops_per_token
+from costs.shapes import flops_per_token, peak_flops
 from files.formats import hf_name, to_hf_rows
 from generate import generate, sample
 from model import IGNORE, PRESETS, Llama, LlamaConfig, Vocabulary, sum_of_losses

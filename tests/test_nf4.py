@@ -13,9 +13,9 @@ from test_finetune import factors, flags, same_run
 from test_formats import our_model, saved
 from workers.train_cases import build
 
-from checkpoint import load_pretrained
 from config import ParallelConfig
 from files.adapters import load_adapter
+from files.loading import load_pretrained
 from generate import load_model
 from lora import TARGETS, LoRA, LoRALinear, quantize_base
 from model import Llama, LlamaConfig

@@ -21,8 +21,8 @@ from exact import parallel_config
 
 from config import ParallelConfig, Work
 from costs.machines import REACHED, Machine, assumed_machine, link_speed
-from costs.page import Traffic, holds, sends
-from costs.seconds import collective_time, compute_time, sent_bytes, step_time
+from costs.page import Traffic, holds, sends, sent_bytes
+from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate, needs_real_tensors

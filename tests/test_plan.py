@@ -15,6 +15,7 @@ from test_page import measurement
 
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
+from costs import plans as all_plans
 from costs import search
 from costs.machines import GPUS, assumed_machine
 from costs.page import holds
@@ -62,7 +63,7 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     monkeypatch.delitem(search.ACTIVATIONS, "products")
     monkeypatch.setattr(bench, "plan_cluster", lambda question, *_: questions.append(question))
     run(frozen["flags"])
-    best = min(questions[0].plans(), key=search.order)
+    best = min(questions[0].plans(), key=all_plans.order)
     assert best.fits == bool(frozen["plans"])
     if best.fits:
         settings = vars(best.work.parallel) | {"microbatch": best.work.microbatch}
@@ -107,8 +108,8 @@ def test_the_flags_of_every_plan_ask_for_it():
     it."""
     requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16")
     model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
-    machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(search.FILTERS)
-    plans = search.every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
+    machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(all_plans.FILTERS)
+    plans = all_plans.every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
     works = [plan.work for plan in plans]
     parallels = {work.parallel for work in works}
     assert {1, 2} <= {parallel.cp for parallel in parallels}

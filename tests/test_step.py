@@ -16,8 +16,7 @@ from test_train import CONFIG, SIZES
 
 from bench import add_compare_flags, work_of
 from config import DIMS, ParallelConfig, Work, flags_of
-from costs.page import holds, sends
-from costs.seconds import sent_bytes
+from costs.page import holds, sends, sent_bytes
 from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
 from perf import comm

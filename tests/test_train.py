@@ -16,8 +16,8 @@ from conftest import finish, launch, metrics, refused, slow, start, succeed
 from exact import plain_adamw, plain_step
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpoint import load_pretrained
 from data import open_windows, window_of
+from files.loading import load_pretrained
 from model import Llama, LlamaConfig
 from report import read_run
 from runs import setup

@@ -32,7 +32,7 @@ import torch
 from config import ParallelConfig, Work, flags_of
 from costs.machines import assumed_machine
 from costs.page import holds, sends
-from costs.search import FILTERS, every_plan
+from costs.plans import FILTERS, every_plan
 from labs.machinery.grading import seed_of
 from labs.machinery.lab import plural
 from model import PRESETS, LlamaConfig

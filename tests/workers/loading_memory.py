@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from checkpoint import load_weights, read_config
+from checkpoint import read_config
 from config import ParallelConfig
+from files.loading import load_weights
 from model import Llama
 from parallel import parallelize, with_mesh
 from plumbing.processes import init_distributed, run
