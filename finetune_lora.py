@@ -81,7 +81,7 @@ def finetune(script: Script) -> None:
     world, runner, work = setup.build(args, job, process, train.accumulate)
     sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
     task = script.make_task(args, job, world, work, sample_text)
-    finished = train.train(args, job, world, runner, work, newest, task)
+    finished = train.train(task, runner, newest)
     chat = " --chat" if getattr(args, "chat", True) else ""  # only rewards.py has this flag
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"

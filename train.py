@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 import checkpoint
 import evaluate
-from config import Work
 from parallel import World, finish_step, gradient_sync
 from plumbing.devices import widest_float
 from plumbing.messages import UserError, print_rank_zero
@@ -52,26 +51,18 @@ def main() -> None:
     world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
     task = evaluate.Prediction(args, job, world, work, sample_text)
-    train(args, job, world, runner, work, newest, task)
+    train(task, runner, newest)
     out = shlex.quote(str(args.out))
     print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
     print_rank_zero(f"curves:     python report.py {out}")
 
 
-def train(
-    args: argparse.Namespace,
-    job: setup.Job,
-    world: World,
-    runner: nn.Module,
-    work: Work,
-    newest: Path | None,
-    task: evaluate.Prediction,
-) -> bool:
-    """Train from the `newest` checkpoint, or from step 1, to the last step.
+def train(task: evaluate.Prediction, runner: nn.Module, newest: Path | None) -> bool:
+    """Train from the `newest` checkpoint, or from step 1 if that is None, to the last step.
 
-    `runner` is what a step calls: the model, or what parallelize has put around it. `newest` is a
-    checkpoint, or None. The `task` says what a step trains on, and what is measured. Returns False
-    if a signal stopped the run."""
+    The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
+    the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
+    args, job, world = task.args, task.job, task.world
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     task.begin()  # before a checkpoint is loaded
     steps_done = setup.resume(args, newest, job, optimizer)
@@ -82,7 +73,7 @@ def train(
     if args.init and args.eval_every and not steps_done:
         task.evaluate_and_show(0)
     steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
-    recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
+    recorder = records.Recorder(args, world, task.work, job.tokenizer, steps_done)
     # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
