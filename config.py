@@ -339,6 +339,5 @@ class Work:
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0
         if cp > 1:
-            has_mask = self.document or self.on_gpu
-            return (2 * cp + 1) * self.seq_len // (4 * cp) if has_mask else 0
+            return (2 * cp + 1) * self.seq_len // (4 * cp)
         return self.seq_len if self.document else 0

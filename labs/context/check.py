@@ -26,7 +26,6 @@ BARRED = (
     "techniques.context_parallel.SharedSequences",
     "techniques.context_parallel.own_tokens",
     "techniques.context_parallel.whole_sequences",
-    "techniques.context_parallel.causal_lower_right",
 )
 HINTS = (
     "Draw the square of queries and keys, and shade what causal attention needs. Which rows of it "

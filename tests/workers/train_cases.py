@@ -131,9 +131,7 @@ def merge_ranks(values: dict) -> dict:
 def profiled_attentions(profile: torch.profiler.profile) -> int:
     """Return how many attention forwards a profile has."""
     counts = {event.key: event.count for event in profile.key_averages()}
-    # Under --cp attention is an operator of ours, and the kernels within it are not counted again.
-    ours = counts.get("flatllama::scaled_dot_product_lower_right")
-    return ours or sum(count for operator, count in counts.items() if is_attention(operator))
+    return sum(count for operator, count in counts.items() if is_attention(operator))
 
 
 def build(config: dict, lora: dict | None = None) -> Llama:
