@@ -171,11 +171,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # ------------------------------------------------------------------------------ the commands
 
 
-def check_same_step(dp: str) -> None:
-    if dp not in ("auto", *SAME_TRAINING):
-        raise UserError(f"--dp {dp} is another training, which this command does not know")
-
-
 def model_of(args: argparse.Namespace) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
     if not args.lora and (args.dora or args.base_bits == 4):
@@ -193,7 +188,6 @@ def work_of(args: argparse.Namespace, contestant: str, process: Process) -> Work
     flags = flags_of_contestant(contestant).split()
     args = parser.parse_args(flags, argparse.Namespace(**vars(args)))
     process = replace(process, size=1) if is_alone(contestant) else process
-    check_same_step(args.dp)
     if args.reshard == "adapters" and not args.lora:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
     work = requested_work(args, model_of(args), process)
@@ -223,7 +217,6 @@ def comm(args: argparse.Namespace) -> str:
 
 def step(args: argparse.Namespace) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
-    check_same_step(args.dp)
     if args.lora:
         SCRIPTS[args.lora].complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
@@ -253,7 +246,6 @@ def step(args: argparse.Namespace) -> str:
 
 
 def equal(args: argparse.Namespace) -> str:
-    check_same_step(args.dp)
     args.out, args.resume = args.out or Path("out"), True  # nothing is written
     process = setup(args)
     job = prepare_pretraining(args, process)

@@ -67,7 +67,6 @@ from plumbing.new_files import remove
 from plumbing.parser import Parser
 from plumbing.processes import note_checkpoint, run
 from plumbing.shards import assign_shard, to_local
-from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import OtherKind, Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
@@ -144,7 +143,6 @@ class Saver(contextlib.AbstractContextManager):
         if not state:
             kind = type(self.optimizer).__name__
             print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
-        weights, state = named_for_checkpoint(self.model, weights, state)
         sizes = {name: t.nbytes for name, t in (weights | state).items()}
         all_sizes = {}  # in bytes, of the tensors of all ranks
         for of_rank in self._on_every_rank(lambda: sizes):
@@ -184,15 +182,12 @@ class Saver(contextlib.AbstractContextManager):
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        weights, state = named_for_checkpoint(
-            self.model, _weights(self.model), optimizer_state(self.optimizer)
-        )
-        tensors, factors = {"optimizer": state}, {}
+        tensors, factors = {"optimizer": optimizer_state(self.optimizer)}, {}
         if self.lora:
             first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
             factors = gather_adapters(self.model, first_ranks, self.group)
         else:
-            tensors["weights"] = weights
+            tensors["weights"] = _weights(self.model)
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
@@ -312,11 +307,9 @@ def resume(
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
-    saved = replicas_in(directories.read_index(directory / "optimizer").state_dict_metadata)
-    weights, state = named_for_checkpoint(model, _weights(model), optimizer_state(optimizer), saved)
     if not lora:
-        directories.load_tensors(weights, directory / "weights")
-    directories.load_tensors(state, directory / "optimizer", spare=left_out(model, saved))
+        directories.load_tensors(_weights(model), directory / "weights")
+    directories.load_tensors(optimizer_state(optimizer), directory / "optimizer")
     return metadata["step"]
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from model import Llama
-from plumbing.messages import UserError
 from plumbing.parser import nonnegative_float, positive_int
 from text.batch import kernel_widths
 
@@ -33,7 +32,6 @@ class Strategy:
     copy_spans: str  # who shares one copy of the weights: a "rank", "node" (or --shard), "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
-    own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
 
     @property
     def uses_fsdp(self) -> bool:  # parameters are DTensors, sharded while the model is on meta
@@ -51,21 +49,17 @@ STRATEGIES = {  # --dp auto takes the first that fits
     "zero1": Strategy("zero1", "rank", UPDATES, automatic=False),
     "hsdp": Strategy("fsdp", "node", EVERYTHING),
     "fsdp": Strategy("fsdp", "world", EVERYTHING),
-    "diloco": Strategy("fsdp", "node", EVERYTHING, automatic=False, own_steps=True),
 }
 
 
 SAME_AS_DEFAULT = object()
 
 
-def flag(
-    default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT, only_dp=""
-):
+def flag(default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT):
     """Return a field that has a flag. `default` is for configurations built in code. `unset` is
-    what the parser stores if the flag is missing; None leaves the choice to the run. `only_dp` is
-    the --dp that the flag belongs to."""
+    what the parser stores if the flag is missing; None leaves the choice to the run."""
     unset = default if unset is SAME_AS_DEFAULT else unset
-    spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
+    spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset)
     return field(default=default, metadata=spec)
 
 
@@ -80,7 +74,7 @@ class ParallelConfig:
     dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
     replicate: int = 1  # ranks along this dimension; the other sizes determine it
-    shard: int = flag(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp or diloco "
+    shard: int = flag(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp "
                       "(default: the ranks of a node)", unset=None)
     tp: int = flag(1, LAYOUT, "tensor parallelism: ranks that share every matrix product and see "
                    "the same sequences")
@@ -120,13 +114,6 @@ class ParallelConfig:
     moments: str = flag("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
                         "training takes 16 bytes a parameter with float32, 12 with bfloat16",
                         ["float32", "bfloat16"])
-    every: int = flag(50, ARITHMETIC, "with --dp diloco: steps between two exchanges of the "
-                      "replicas (default: 50)", unset=None, only_dp="diloco")
-    outer_lr: float = flag(0.7, ARITHMETIC, "with --dp diloco: learning rate of the step at an "
-                           "exchange (default: 0.7)", unset=None, only_dp="diloco")
-    outer_momentum: float = flag(0.9, ARITHMETIC, "with --dp diloco: Nesterov momentum of the step "
-                                 "at an exchange (default: 0.9)", unset=None, only_dp="diloco")
-
     # fmt: on
     @property
     def strategy(self) -> Strategy:
@@ -138,11 +125,6 @@ class ParallelConfig:
     @property
     def size(self) -> int:
         return self.pp * self.replicate * self.shard * self.tp
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas whose gradients are summed in every step; DiLoCo's are not."""
-        return 1 if self.strategy.own_steps else self.replicate
 
     @property
     def expert_shard(self) -> int:
@@ -244,9 +226,6 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
     field whose flag was not given, or is not one of the script's, keeps its default."""
     values = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
     values = {name: value for name, value in values.items() if value is not None}
-    for name in values:
-        if (dp := FLAGS[name].metadata["only_dp"]) not in ("", values.get("dp")):
-            raise UserError(f"--{name.replace('_', '-')} is for --dp {dp}")
     values["dtype"] = getattr(torch, args.dtype)
     if values.get("schedule") == "interleaved":
         values.setdefault("stages_per_rank", 2)

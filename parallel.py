@@ -57,7 +57,6 @@ from techniques import (
     async_tp,
     chunked_loss,
     context_parallel,
-    diloco,
     expert_parallel,
     float8,
     offload,
@@ -97,13 +96,6 @@ class World(Process):
     def data_size(self) -> int:
         """Number of shares of a batch; ranks along tp, cp and pp work on one share together."""
         return self.parallel.replicate * self.parallel.shard // self.parallel.cp
-
-    @property
-    def step_ranks(self) -> slice:
-        """The ranks that take optimizer steps with this one: all, or with DiLoCo a replica's."""
-        replicas, replica = diloco.replicas_apart(self)  # 1, 0 without DiLoCo
-        n = self.size // replicas
-        return slice(replica * n, (replica + 1) * n)
 
     @property
     def data_rank(self) -> int:
@@ -153,7 +145,7 @@ AFTER_TP = [
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
     offload.TECHNIQUE,  # activations in CPU memory
 ]
-TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
+TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE]
 # What divides sizes by the ranks of a mesh dimension. Each has `refuses` and `suggests`.
 SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
@@ -198,7 +190,6 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
             wrap(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
-    diloco.keep_outer_copy(model, parallel)
     if parallel.pp > 1:
         return pipeline.Pipeline(model, stages, world, gradient_sync)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -302,7 +293,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     only slices of gradients cross. When DDP fits, avoid both; but over a slow link take HSDP.
     labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    dims = ("replicate", "shard") if parallel.replicas > 1 else ("shard",)
+    dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
     options = dict(
         mesh=world.mesh[dims],
         mp_policy=MixedPrecisionPolicy(
@@ -350,12 +341,6 @@ def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
     they were freed, the next backward would allocate a second copy beside the buckets."""
     in_buckets = world.size > 1 and world.parallel.strategy.wrapper == "ddp"
     optimizer.zero_grad(set_to_none=not in_buckets)
-
-
-def finish_step(optimizer: torch.optim.Optimizer, world: World, step: int) -> None:
-    """Free the gradients after an update; with DiLoCo take the outer step, if it is due."""
-    zero_gradients(optimizer, world)
-    diloco.outer_step(optimizer, world, step)
 
 
 @contextlib.contextmanager

@@ -31,12 +31,11 @@ from torch.optim import Optimizer
 
 import checkpoint
 import evaluate
-from parallel import World, finish_step, gradient_sync
+from parallel import World, gradient_sync, zero_gradients
 from plumbing.devices import widest_float
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.processes import run
 from runs import flags, records, setup
-from techniques import diloco
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch
 
@@ -45,7 +44,6 @@ def main() -> None:
     args = flags.parse_pretraining()
     process = setup.setup(args)  # joins the processes that torchrun has started
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    diloco.check_evaluations(args)  # with DiLoCo, evaluations need equal replicas
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     # build first checks `accumulate`, below, on a small model, then gives each rank its part.
     world, runner, work = setup.build(args, job, process, accumulate)
@@ -173,9 +171,8 @@ def update(
     # Backward leaves the mean of n ranks' gradients; ranks along cp count, too. We want their sum
     # divided by all targets: multiply by n / targets. Ranks along tp and pp repeat the targets of
     # another rank: counting them multiplies n and targets alike.
-    peers = world.step_ranks  # all ranks, or with DiLoCo those of this replica
-    scale = len(targets[peers]) / targets[peers].sum().clamp(min=1)
-    norm = squared_norms[peers].sum().sqrt() * scale
+    scale = len(targets) / targets.sum().clamp(min=1)
+    norm = squared_norms.sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     scale_gradients(optimizer, gradients, scale)
@@ -188,7 +185,7 @@ def update(
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     optimizer.step()
-    finish_step(optimizer, world, step)  # frees the gradients
+    zero_gradients(optimizer, world)
     return records.Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
 
 

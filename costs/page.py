@@ -155,7 +155,7 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
             uses, kind = 1 if p.reshard == "none" else uses, unit.kind
             yield f"{kind}shard", "all-gather", unit.copies * uses, unit.gathered
             yield f"{kind}shard", "reduce-scatter", unit.copies * times, unit.trained * g
-            if p.replicas > 1:
+            if p.replicate > 1:
                 own = unit.trained * g // p.group_size(f"{kind}shard")
                 yield f"{kind}replicate", "all-reduce", unit.copies, own
     else:  # DDP sends buckets; ZeRO-1 sends each parameter, padded to divide

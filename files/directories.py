@@ -303,22 +303,19 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def load_tensors(
-    tensors: dict[str, Tensor], directory: Path, alone: bool = False, spare: tuple[str, ...] = ()
-) -> None:
+def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = False) -> None:
     """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by name.
 
     All ranks call it together, or one rank `alone`, without communication.
-    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more whose name
-    does not end with one of `spare`."""
+    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more."""
     saved = read_index(directory).state_dict_metadata.keys()
     needed = set(tensors)
     if dist.is_initialized() and not alone:  # in a pipeline, ranks have different ones
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, needed)
         needed = set().union(*of_ranks)
-    left_out = {name for name in saved - needed if not alone and not name.endswith(spare)}
-    for which, names in {"it": needed - saved, "this run": left_out}.items():
+    spare = set() if alone else saved - needed
+    for which, names in {"it": needed - saved, "this run": spare}.items():
         if names:
             raise UserError(
                 f"cannot load {directory}: {which} lacks {min(names)}; use the flags and the code "

@@ -54,8 +54,6 @@ def refuses(work) -> str:
     parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim
     if (cp := parallel.cp) == 1:
         return ""
-    if parallel.dp != "auto" and parallel.replicas < parallel.replicate:  # DiLoCo
-        return f"--dp {parallel.dp} does not combine with --cp: use --dp hsdp"
     if seq_len % (2 * cp):
         return (
             f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
