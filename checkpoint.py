@@ -93,7 +93,7 @@ class Saver(contextlib.AbstractContextManager):
     """Saves the checkpoints of a run, one at a time, and with --async-save in the background.
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
-    frozen base is named by `flags["init"]`. With --keep above 0 only so many of the newest
+    frozen base is named by `facts["init"]`. With --keep above 0 only so many of the newest
     checkpoints are kept, and the best. Creating a Saver raises UserError if a save would fail, so
     that it is known before step 1. labs/resume saves and resumes by hand.
 
@@ -107,10 +107,11 @@ class Saver(contextlib.AbstractContextManager):
         model: Llama,
         optimizer: torch.optim.Optimizer,
         tokenizer: Tokenizer,
-        flags: dict,  # of the run, which are saved, too
+        flags: dict,  # what the run was asked, which is saved, too
+        facts: dict,  # what it has found out and decided
     ):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
-        self.flags = flags
+        self.flags, self.facts = flags, facts
         self.lora = adapter_settings(model)
         gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         begin = use_gpu_in_thread if gpu else None
@@ -263,9 +264,10 @@ class Saver(contextlib.AbstractContextManager):
         temporary = final.with_name(f".{final.name}")
         config = self.model.config
         if self.lora:
-            base = Path(self.flags["init"]).resolve()
+            base = Path(self.facts["init"]).resolve()
             save_adapter(temporary, self.lora, config, factors, str(base))
-        metadata = {"model": asdict(config), "step": step, "flags": self.flags}
+        metadata = {"model": asdict(config), "step": step}
+        metadata |= {"flags": self.flags, "facts": self.facts}
         directories.complete(temporary, metadata, self.tokenizer, digests)
         os.rename(temporary, final)
         directories.sync(self.out)

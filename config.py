@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from model import Llama
-from plumbing.parser import nonnegative_float, positive_int
+from plumbing import flags
 from text.batch import kernel_widths
 
 # What a flag changes. A resumed run may change its layout and speed, but not its arithmetic: that
@@ -52,15 +52,23 @@ STRATEGIES = {  # --dp auto takes the first that fits
 }
 
 
-SAME_AS_DEFAULT = object()
+def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
+    """Return a field of ParallelConfig that is its own flag (plumbing/flags.py). `default` is for
+    configurations built in code; with unset=None, the run chooses if the flag is missing."""
+    keeps = kind != ARITHMETIC
+    plain = flags.flag(default, help, choices=choices, keeps=keeps, **more)
+    return field(default=default, metadata={**plain.metadata, "kind": kind})
 
 
-def flag(default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT):
-    """Return a field that has a flag. `default` is for configurations built in code. `unset` is
-    what the parser stores if the flag is missing; None leaves the choice to the run."""
-    unset = default if unset is SAME_AS_DEFAULT else unset
-    spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset)
-    return field(default=default, metadata=spec)
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """Argument type: a dtype of computation."""
+    if text not in DTYPES:
+        choices = ", ".join(map(repr, DTYPES))
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {choices})")
+    return getattr(torch, text)
 
 
 # fmt: off
@@ -68,8 +76,10 @@ def flag(default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is split over ranks and computed there. `dp` and `reshard` may be "auto"
-    until costs/search.py has chosen them; before that there is no `strategy`."""
+    """How a model is split over ranks and computed there.
+
+    As a command line asks for it, `dp` and `reshard` may be "auto", and what the run chooses by
+    itself is None: `decided` and costs/search.py replace these. Until then it has no `strategy`."""
 
     dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
@@ -103,17 +113,18 @@ class ParallelConfig:
     async_tp: bool = flag(False, SPEED, "with --tp: send chunks of the tokens while others are "
                           "multiplied")
     dtype: torch.dtype = flag(torch.float32, ARITHMETIC, "dtype of computation (default: bfloat16 "
-                              "on a GPU that has it, else float32)",
-                              ["float32", "bfloat16", "float64"], unset=None)
+                              "on a GPU that has it, else float32)", unset=None, type=dtype_named,
+                              metavar=f"{{{','.join(DTYPES)}}}")
     float8: str = flag("none", ARITHMETIC, "multiply the blocks' matrices in 8 bits, a scale for "
                        "each tensor, row or 32 numbers; emulated where the device cannot",
                        ["none", "tensorwise", "rowwise", "mxfp8"])
     optimizer: str = flag("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
                           "for the rest (default: muon where train.py or `bench.py step` begins "
-                          "from scratch, else adamw)", ["muon", "adamw"], unset=None)
+                          "from scratch, else adamw)", ["muon", "adamw"], unset=None,
+                          group="optimizer step")
     moments: str = flag("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
                         "training takes 16 bytes a parameter with float32, 12 with bfloat16",
-                        ["float32", "bfloat16"])
+                        ["float32", "bfloat16"], group="optimizer step")
     # fmt: on
     @property
     def strategy(self) -> Strategy:
@@ -200,36 +211,16 @@ LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
 RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
 
 
-def add_parallel_flags(
-    parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS, **defaults: str
-) -> None:
-    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` are what
-    the help gives as the defaults of fields, where they differ from training's."""
-    for name in names:
-        metadata, default = FLAGS[name].metadata, FLAGS[name].default
-        help = metadata["help"]
-        if name in defaults:
-            help = f"{help.partition(' (default')[0]} (default: {defaults[name]})"
-        options = dict(help=help, default=metadata["unset"])
-        if metadata["choices"]:
-            options["choices"] = metadata["choices"]
-        elif isinstance(default, bool):
-            run_chooses = metadata["unset"] is None  # without --NAME or --no-NAME
-            options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
-        else:
-            options["type"] = {int: positive_int, float: nonnegative_float}.get(type(default), str)
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
-
-
-def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
-    """Return the configuration that the flags ask for, still without `replicate` and `shard`. A
-    field whose flag was not given, or is not one of the script's, keeps its default."""
-    values = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
-    values = {name: value for name, value in values.items() if value is not None}
-    values["dtype"] = getattr(torch, args.dtype)
-    if values.get("schedule") == "interleaved":
-        values.setdefault("stages_per_rank", 2)
-    return ParallelConfig(**values)
+def decided(asked: ParallelConfig, **chosen) -> ParallelConfig:
+    """Return a configuration in which nothing is None: fields that the command line left open have
+    the `chosen` values, or their defaults. `shard` is 1 until the mesh is known."""
+    values = {name: getattr(asked, name) for name in FLAGS}
+    left_open = [name for name, value in values.items() if value is None]
+    if values["schedule"] == "interleaved":
+        chosen = {"stages_per_rank": 2} | chosen
+    for name in left_open:
+        values[name] = chosen.get(name, FLAGS[name].default)
+    return ParallelConfig(**values | {"shard": 1})
 
 
 def in_float64(parallel: ParallelConfig) -> ParallelConfig:
@@ -255,7 +246,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
         if not differs and not is_shown:
             continue
         option = name.replace("_", "-")
-        if value is False and FLAGS[name].metadata["unset"] is not None:
+        if value is False and FLAGS[name].metadata["flag"].unset is not None:
             continue  # there is no --no-NAME: it can only be left out
         if isinstance(value, bool):
             options.append(f"--{option}" if value else f"--no-{option}")

@@ -29,7 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -396,18 +396,62 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
         place, first_row = place - n_places, first_row + rows
 
 
-def tokens_done(args: argparse.Namespace, step: int) -> int:
-    """Return how many tokens a run has read after a step. If a resume has changed --batch or
-    --seq-len, earlier steps read other numbers of tokens: `token_offset` is the difference."""
-    return args.token_offset + step * args.batch * args.seq_len
+@dataclass(frozen=True)
+class Order:
+    """Which sequences each step of a run reads: those that follow the sequences of the step before.
+
+    If a resume has changed --batch or --seq-len, earlier steps read other numbers of tokens:
+    `token_offset` is how many more."""
+
+    batch: int  # sequences of a step, over all ranks
+    seq_len: int
+    seed: int
+    token_offset: int = 0
+
+    def tokens_done(self, step: int) -> int:
+        """Return how many tokens the run has read after a step."""
+        return self.token_offset + step * self.batch * self.seq_len
+
+    def sequences(self, step: int) -> range:
+        """Return the numbers of a step's sequences, counted from the run's first."""
+        first = self.tokens_done(step - 1) // self.seq_len
+        return range(first, first + self.batch)
+
+    def rows(self, step: int, sources: list[tuple[int, int]]) -> list[int]:
+        """Return which rows of a data set a step reads; `sources` as for row_of."""
+        return [row_of(number, sources, self.seed) for number in self.sequences(step)]
 
 
-def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
+@dataclass(frozen=True)
+class Steps:
+    """The steps that a run still has to take, and the sequences that each reads."""
+
+    done: int  # by the checkpoint that it continues
+    last: int
+    skipped: tuple[int, ...]
+    order: Order
+    checkpoint: Path | None = None  # that it continues; None for a new run
+
+    @property
+    def to_do(self) -> list[int]:
+        return [n for n in range(self.done + 1, self.last + 1) if n not in self.skipped]
+
+    def rows(self, sources: list[tuple[int, int]]) -> list[int]:
+        """Return the rows of a data set that the run reads, in ascending order; `sources` as for
+        row_of. They are the same after a resume, but for one with another --batch or --seq-len."""
+        first = self.done + 1 if self.order.token_offset else 1
+        read = set()
+        for step in range(first, self.last + 1):
+            read.update(self.order.rows(step, sources))
+        return sorted(read)
+
+
+def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
     World of parallel.py; `dataset` may also be a Packed of text/chat.py."""
-    n_sequences = args.batch // world.data_size
-    first_sequence = tokens_done(args, step - 1) // args.seq_len + world.data_rank * n_sequences
-    rows = [row_of(first_sequence + i, dataset.sources, args.seed) for i in range(n_sequences)]
+    n_sequences = order.batch // world.data_size
+    first = world.data_rank * n_sequences
+    rows = order.rows(step, dataset.sources)[first : first + n_sequences]
     return share_sequences(dataset.batch(rows), world)
 
 

@@ -20,28 +20,34 @@ Every checkpoint is an adapter in PEFT's format; --merge [best] also writes the 
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import copy
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import checkpoint
-import evaluate
 import lora
 import train
+from config import ParallelConfig
 from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.adapters import peft_name
+from files.directories import read_config
+from files.loading import load_weights
 from generate import find_model
 from model import Llama
+from plumbing import processes
+from plumbing.flags import parse
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.parser import Parser
-from plumbing.processes import Process, run
-from runs import flags, rules, setup
+from plumbing.processes import Process
+from runs import rules, setup
+from runs.flags import Finetuning
+from task import Task, sample_answers
 from techniques import nf4
 from text.chat import open_samples
 from text.conversations import conversations
@@ -53,94 +59,119 @@ from text.tokenizer import Tokenizer
 class Script(NamedTuple):
     """The parts of `finetune` in which finetune_lora.py, preferences.py and rewards.py differ."""
 
-    docstring: str  # its first line is the first of --help
-    add_flags: Callable[[Parser], None]
-    complete: Callable[[argparse.Namespace], None]  # checks flags and sets what depends on them
-    open_data: Callable  # (flags, tokenizer, Reading) -> what open_samples returns
-    make_task: Callable = evaluate.Prediction  # with the fields of Prediction as arguments
+    run: type[Finetuning]  # what the script is asked
+    open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
+    task: type[Task] = Task
 
 
 def open_conversations(
-    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
+    run: Finetuning, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
-    """Return what text/chat.py's open_samples does for these flags; `read` is passed on."""
-    options = args.seq_len, args.train_on_prompt, args.val_data, reading, read
-    return open_samples(args.data, tokenizer, *options)
+    """Return what text/chat.py's open_samples does for such a run; `read` is passed on."""
+    options = run.seq_len, run.train_on_prompt, run.val_data, reading, read
+    return open_samples(run.data, tokenizer, *options)
 
 
 def finetune(script: Script) -> None:
     """Train adapters, or all weights, for the task of a script."""
-    parser = Parser(description=script.docstring.partition("\n")[0])
-    script.add_flags(parser)
-    args = parser.parse_args()
-    script.complete(args)
-    process = setup.setup(args)
-    job, examples = prepare(args, process, script)
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    print_rank_zero(setup.describe_strategies(args, job, process))
-    world, runner, work = setup.build(args, job, process, train.accumulate)
-    sample_text = partial(evaluate.sample_answers, job.model, examples, job.tokenizer)
-    task = script.make_task(args, job, world, work, sample_text)
+    run = parse(script.run)
+    run.check()
+    process, parallel = setup.join(run)
+    job, examples = prepare(run, parallel, process, script)
+    lock = partial(checkpoint.lock_run, run.directory, run.resume)
+    newest = process.broadcast_from_rank_zero(lock)
+    print_rank_zero(setup.describe_strategies(run, job, process))
+    world, runner, work = setup.build(run, job, process, train.accumulate)
+    sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
+    task = script.task(run, job, world, work, sample_text)
     finished = train.train(task, runner, newest)
-    chat = " --chat" if getattr(args, "chat", True) else ""  # only rewards.py has this flag
-    if args.merge and finished and world.rank == 0:
-        merged = args.out / "merged"
-        if not merged.exists():  # it exists if --resume found a finished run
-            source = args.out / "best" if args.merge == "best" else args.out
-            checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
+    chat = " --chat" if run.answers_messages else ""
+    if run.merge and finished and world.rank == 0:
+        merged = merge(run, job)
         print(f"merged:     python generate.py {shlex.quote(str(merged))}{chat}")
-    base, out = (shlex.quote(str(path)) for path in (args.init, args.out))
-    model = out if args.all_weights else f"{base} --adapter {out}"
-    model += " --base-bits 4" if args.base_bits == 4 else ""
+    model = shlex.quote(str(run.directory))
+    if run.adapters:
+        model = f"{shlex.quote(str(job.base))} --adapter {model}"
+    if run.base_bits == 4:
+        model += " --base-bits 4"
     print_rank_zero(f"generate:   python generate.py {model}{chat}")
 
 
-def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple[setup.Job, list]:
+def merge(run: Finetuning, job: setup.Job) -> Path:
+    """Write OUT/merged, unless --resume found a finished run that has it; return its path."""
+    merged = run.directory / "merged"
+    if not merged.exists():
+        adapter = run.directory / "best" if run.merge == "best" else run.directory
+        checkpoint.merge(job.base, adapter.resolve(), merged, job.tokenizer)
+    return merged
+
+
+def check_merged(run: Finetuning, last_step: int) -> None:
+    """Raise UserError if --merge would replace a directory: only this finished run's own merge of
+    the same adapter may be there."""
+    merged = run.directory / "merged"
+    if not run.merge or not merged.exists():
+        return
+    last = run.directory / f"step-{last_step:08d}"
+    adapter = run.directory / "best" if run.merge == "best" else last
+    is_finished = run.resume and last.exists()
+    if not is_finished or read_config(merged)["flags"].get("adapter") != adapter.resolve().name:
+        raise UserError(f"{merged} exists: remove it, or leave out --merge")
+
+
+def prepare(
+    run: Finetuning, parallel: ParallelConfig, process: Process, script: Script
+) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
-    base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # records name the checkpoint, also where --init is a run
-    techniques = () if args.all_weights else (lora.TECHNIQUE,)
-    if args.base_bits == 4:
+    base, tokenizer = find_model(run.init, run.tokenizer, process)
+    techniques = (lora.TECHNIQUE,) if run.adapters else ()
+    if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
-    rules.check_training_flags(args, base["model"], process, *techniques)
+    rules.check_training_flags(run, parallel, base["model"], process, *techniques)
     with torch.device("meta"):
         model = Llama(base["model"])
-        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
-        # A changed model.py may lack some of the targets.
-        targets = tuple(name for name in args.targets if name in layer_names)
-        settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
-        if not args.all_weights:
-            lora.add_adapters(model, settings, args.base_bits)
+        if run.adapters:
+            layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
+            # A changed model.py may lack some of the targets.
+            targets = tuple(name for name in run.adapters.targets if name in layer_names)
+            lora.add_adapters(model, replace(run.adapters, targets=targets), run.base_bits)
     for name in lora.adapters(model):
         peft_name(name)  # raises for an adapter that PEFT's format cannot name
-    exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
-    reading = Reading(skip_bad=args.skip_bad)
-    train_set, val_set, examples, summary = script.open_data(args, tokenizer, reading)
-    rules.choose_steps(args, len(train_set))
-    if args.merge and (merged := args.out / "merged").exists():
-        last_step = args.out / f"step-{args.steps:08d}"
-        adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
-        is_finished = args.resume and last_step.exists()
-        # Only this finished run's own merge of this adapter may exist.
-        if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
-            raise UserError(f"{merged} exists: remove it, or leave out --merge")
-    args.data_checksum = process.check_same("the training data", train_set.checksum())
-    list_left_out(reading, f"conversations-{args.data_checksum}")
+    exam = run.exam and Exam(run.exam, tokenizer, base["model"].max_seq_len, chat=True)
+    reading = Reading(skip_bad=run.skip_bad)
+    train_set, val_set, examples, summary = script.open_data(run, tokenizer, reading)
+    last_step = rules.last_step(run, len(train_set))
+    check_merged(run, last_step)
+    checksum = process.check_same("the training data", train_set.checksum())
+    list_left_out(reading, f"conversations-{checksum}")
     print_rank_zero(summary)
 
     def initialize(model: Llama) -> None:
-        checkpoint.load_weights(args.init, model)
-        lora.init_adapters(model, args.seed, device=process.device)
+        load_weights(base["directory"], model)
+        lora.init_adapters(model, run.seed, device=process.device)
 
-    whole = copy.deepcopy(model)  # parallelize changes the other one
-    job = setup.Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
+    job = setup.Job(
+        model=model,
+        whole=copy.deepcopy(model),  # parallelize changes the other one
+        initialize=initialize,
+        tokenizer=tokenizer,
+        train_set=train_set,
+        val_set=val_set,
+        data_checksum=checksum,
+        exam=exam,
+        parallel=parallel,
+        lr=setup.peak_learning_rate(run, parallel),
+        last_step=last_step,
+        base=base["directory"],
+        techniques=techniques,
+    )
     return job, examples
 
 
-SCRIPT = Script(__doc__, flags.add_finetuning_flags, flags.complete_finetuning, open_conversations)
+SCRIPT = Script(Finetuning, open_conversations)
 main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -15,12 +15,12 @@ reads all messages before it answers. Ctrl-C stops an answer, Ctrl-D ends the co
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import codecs
 import contextlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,48 +33,49 @@ from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig, generator_for
 from plumbing.devices import has_bfloat16, widest_float
+from plumbing.flags import flag, parse, values_of
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
+from plumbing.parser import nonnegative_int
 from plumbing.processes import Process, init_distributed, run
 from techniques.nf4 import why_no_blocks
 from text.chat import Conversation, drop_oldest, encode_prompt
 from text.tokenizer import Tokenizer, load_tokenizer
 
+# fmt: off
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model, for find_model and load_model."""
-    # fmt: off
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="a run, a checkpoint, or Meta's or Hugging Face's directory")
-    add("--adapter", type=Path, metavar="DIR", help="a run of finetune_lora.py, or PEFT's files")
-    add("--base-bits", type=int, choices=[16, 4], default=16,
-        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
-    add("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
+
+@dataclass(frozen=True)
+class ModelToLoad:
+    """Which model a command loads, for find_model and load_model."""
+
+    checkpoint: Path = flag(None, "a run, a checkpoint, or Meta's or Hugging Face's directory",
+                            type=Path, is_positional=True)
+    adapter: Path | None = flag(None, "a run of finetune_lora.py, or PEFT's files", type=Path,
+                                metavar="DIR")
+    base_bits: int = flag(16, "4: blocks in 4 bits, with a quarter of the memory, and slower",
+                          type=int, choices=[16, 4])
+    tokenizer: str | None = flag(None, "tokenizer name or file (default: the checkpoint's)")
+
+
+@dataclass(frozen=True)
+class Generation(ModelToLoad):
+    """Generate text from a checkpoint."""
+
+    prompt: tuple[str, ...] = flag((), "text to continue; several form a batch", action="append")
+    chat: bool = flag(False, "prompts are messages to a chat model; without one, a conversation")
+    system: str | None = flag(None, "system prompt, the message with which a chat begins",
+                              metavar="TEXT")
+    max_new_tokens: int = flag(200, "tokens of an answer at most")
+    temperature: float = flag(0.8, "sampling temperature; 0 takes the most likely token")
+    top_k: int = flag(0, "number of most likely tokens to sample from; 0 for all",
+                      type=nonnegative_int)
+    top_p: float = flag(0.95, "total probability of the most likely tokens to sample from")
+    seed: int = flag(0, "seed of the sampling", type=int)
     # fmt: on
 
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Generate text from a checkpoint.")
-    # fmt: off
-    add_model_flags(parser)
-    add = parser.add_argument
-    add("--prompt", action="append", default=[], help="text to continue; several form a batch")
-    add("--chat", action="store_true",
-        help="prompts are messages to a chat model; without one, a conversation")
-    add("--system", metavar="TEXT", help="system prompt, the message with which a chat begins")
-    add("--max-new-tokens", type=positive_int, default=200, help="tokens of an answer at most")
-    add("--temperature", type=nonnegative_float, default=0.8,
-        help="sampling temperature; 0 takes the most likely token")
-    add("--top-k", type=nonnegative_int, default=0,
-        help="number of most likely tokens to sample from; 0 for all")
-    add("--top-p", type=nonnegative_float, default=0.95,
-        help="total probability of the most likely tokens to sample from")
-    add("--seed", type=int, default=0, help="seed of the sampling")
-    # fmt: on
-    args = parser.parse_args()
-    if args.system is not None and not args.chat:
-        raise UserError("--system is a message to a chat model: give --chat, too")
-    return args
+    def check(self) -> None:
+        if self.system is not None and not self.chat:
+            raise UserError("--system is a message to a chat model: give --chat, too")
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -261,14 +262,15 @@ def answer(
 
 
 def main() -> None:
-    args = parse_args()
+    args = parse(Generation)
+    args.check()
     process = init_distributed()  # under torchrun all ranks do the same work, and rank 0 prints
-    process.check_same_flags(vars(args))  # all ranks have joined: now an error ends them all
+    process.check_same_flags(values_of(args))  # all have joined: now an error ends them all
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
-    args.adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
+    adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     texts = args.prompt or [""]  # for a conversation, only to check the length
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
@@ -278,7 +280,7 @@ def main() -> None:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
     directory, config = metadata["directory"], metadata["model"]
-    model = load_model(directory, config, args.adapter, args.base_bits, process.device)
+    model = load_model(directory, config, adapter, args.base_bits, process.device)
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     options = {name: getattr(args, name) for name in names} | {"stop": tokenizer.stop}

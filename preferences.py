@@ -27,8 +27,7 @@ docs/preferences.md says when such training helps.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,106 +36,134 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import evaluate
+from data import Steps
+from evaluate import evenly_spaced, return_each_loss, shared_batches
 from finetune_lora import Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
+from plumbing import processes
+from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
-from plumbing.parser import Parser, positive_float
-from plumbing.processes import run
-from runs.flags import add_finetuning_flags, complete_finetuning
+from plumbing.parser import positive_float
+from runs.flags import Finetuning
 from runs.records import Totals
+from task import Task
 from text.batch import Batch
 from text.chat import Packed
 from text.pairs import pairs
 
+
+def sigmoid_loss(margin: Tensor, beta: float) -> Tensor:
+    """Return DPO's loss of each pair."""
+    return -F.logsigmoid(margin)
+
+
+def ipo_loss(margin: Tensor, beta: float) -> Tensor:
+    """Return IPO's loss of each pair (Azar et al. 2023, arXiv:2310.12036). Its minimum is at a
+    margin of 1/2, not at infinity."""
+    return (margin / beta - 1 / (2 * beta)) ** 2
+
+
 # The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's.
-LOSSES = {
-    "sigmoid": lambda margin, beta: -F.logsigmoid(margin),
-    # Azar et al. 2023, arXiv:2310.12036: its minimum is at a margin of 1/2, not at infinity.
-    "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,
-}
+LOSSES = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
 MEASURED = ("accuracy", "margin", "chosen", "rejected")  # chosen and rejected are mean rewards
 
 
-def add_flags(parser: Parser) -> None:
-    add_finetuning_flags(parser)
+@dataclass(frozen=True)
+class Preferring(Finetuning):
+    """Train a Llama on preferences: of two answers, make the chosen one likelier (DPO)."""
+
     # fmt: off
-    add = parser.add_argument_group("preferences").add_argument
-    add("--beta", type=positive_float, default=0.1,
-        help="factor of rewards: a small one lets the model go further from the base")
-    add("--loss", choices=LOSSES, default="sigmoid",
-        help="loss of a pair: DPO's sigmoid, or IPO's, which is lowest at a margin of 1/2")
+    beta: float = flag(0.1, "factor of rewards: a small one lets the model go further from the "
+                       "base", "preferences", positive_float)
+    loss: str = flag("sigmoid", "loss of a pair: DPO's sigmoid, or IPO's, which is lowest at a "
+                     "margin of 1/2", "preferences", choices=LOSSES)
     # fmt: on
-    parser.set_defaults(lr=5e-4, steps=100, eval_every=50)
+    lr: float = other_default(Finetuning, "lr", 5e-4)
+    steps: int = other_default(Finetuning, "steps", 100)
+    eval_every: int = other_default(Finetuning, "eval_every", 50)
 
+    goal = "dpo"
 
-def complete(args: argparse.Namespace) -> None:
-    complete_finetuning(args, "dpo")
-    if args.dropout or args.train_on_prompt:
-        problem = "--dropout makes rewards random, --train-on-prompt changes nothing here"
-        raise UserError(f"{problem}: leave them out")
-    args.references = int(not args.all_weights)  # how often a step runs the base forward
+    @property
+    def references(self) -> int:
+        return 0 if self.all_weights else 1
+
+    def check(self) -> None:
+        super().check()
+        if self.dropout or self.train_on_prompt:
+            problem = "--dropout makes rewards random, --train-on-prompt changes nothing here"
+            raise UserError(f"{problem}: leave them out")
 
 
 @dataclass
-class Preferences(evaluate.Prediction):
-    """Train a run's model to prefer chosen answers. A batch has this object as its `objective`, and
-    calls `loss` and `count` (text/batch.py). labs/preferences writes the loss by hand."""
+class Preferences(Task):
+    """Prefer chosen answers. labs/preferences writes the loss by hand."""
 
-    before_step = "reference"  # what bench.py step calls the time of `prepare`
+    before_step = "reference"  # the base's forward, which bench.py step times
 
     def __post_init__(self):
         self.sums = torch.zeros(2 + len(MEASURED))  # of losses, pairs, and what is MEASURED
-        evaluate.return_each_loss(self.job.model)
+        return_each_loss(self.job.model)
 
-    def begin(self) -> None:
-        if not self.args.references:
-            self.keep_base(self.job.train_set)
-            self.keep_base(self.job.val_set)
+    def begin(self, steps: Steps) -> None:
+        """With --all-weights: compute the base's log p of the rows that the run reads, and let
+        batches of them have it."""
+        if self.run.references:
+            return
+        train_set, val_set = self.job.train_set, self.job.val_set
+        train_rows = steps.rows(train_set.sources)
+        val_rows = evenly_spaced(val_set, self.run.eval_windows) if self.run.eval_every else []
+        train_set = train_set.with_values(base_log_p=self.base_log_p(train_set, train_rows))
+        val_set = val_set.with_values(base_log_p=self.base_log_p(val_set, val_rows))
+        self.job = replace(self.job, train_set=train_set, val_set=val_set)
 
     @torch.no_grad()
-    def keep_base(self, dataset: Packed) -> None:
-        """Compute the base's log p of all targets while the model still is the base, and let each
-        batch of the dataset have its part as `given`."""
-        world, rows = self.world, range(len(dataset))
-        padding = -len(rows) % world.data_size  # as in shared_batches
-        shape = len(rows) + padding, dataset.seq_len
+    def base_log_p(self, dataset: Packed, rows: Sequence[int]) -> Tensor:
+        """Return the base's log p of all targets in some rows, on the CPU: [len(dataset), T], 0 in
+        other rows. The model still is the base."""
+        world, T = self.world, dataset.seq_len
+        padded = len(rows) + -len(rows) % world.data_size  # as in shared_batches
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
-        log_p = torch.zeros(shape, dtype=dtype, device=world.device)
-        # At first `given` has column numbers: they tell a rank along cp where its log p goes.
-        dataset.given = torch.arange(dataset.seq_len).expand(shape)
-        for own_rows, batch in evaluate.shared_batches(dataset, rows, self.args.microbatch, world):
-            log_p[own_rows].scatter_(1, batch.given, self.log_p(batch).to(log_p))
+        log_p = torch.zeros(padded, T, dtype=dtype, device=world.device)
+        # A rank along cp has some columns of a row: their numbers tell where its log p goes.
+        columns = torch.arange(T).expand(len(dataset), T)
+        numbered = dataset.with_values(column=columns)
+        parts = shared_batches(numbered, rows, self.work.microbatch, world, "computing the base")
+        for own_rows, batch in parts:
+            log_p[own_rows].scatter_(1, batch.target_values["column"], self.log_p(batch).to(log_p))
         if world.size > 1:
             # Ranks along tp have the same log p, which is below 0; ranks without it have 0.
             dist.all_reduce(log_p, dist.ReduceOp.MIN)
-        dataset.given = log_p.cpu()
+        of_all_rows = torch.zeros(len(dataset), T, dtype=dtype)
+        of_all_rows[rows] = log_p[: len(rows)].cpu()
+        return of_all_rows
 
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        yield from map(self.prepare, super().batches(steps))
+    def batches(self, steps: Steps) -> Iterator[Batch]:
+        yield from map(self.with_base, super().batches(steps))
 
-    def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with this objective, and with the base's log p of each target."""
-        if self.args.references:
-            with adapters_off(self.job.model):
-                batch = replace(batch, given=self.log_p(batch))
-        return replace(batch, objective=self)
+    def with_base(self, batch: Batch) -> Batch:
+        """Return a batch with the base's log p of each target."""
+        if not self.run.references:
+            return batch  # it has it from `begin`
+        with adapters_off(self.job.model):
+            return replace(batch, target_values={"base_log_p": self.log_p(batch)})
 
     def log_p(self, batch: Batch) -> Tensor:
         """Return log p of each target, [B, T]. In a pipeline only the last stage has it and needs
         it; the others return 0."""
-        model, parts = self.job.model, batch.microbatches(self.args.microbatch)
+        model, parts = self.job.model, batch.microbatches(self.work.microbatch)
         losses = [model(*part.inputs, documents=part.documents) for part in parts]
         return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's pairs. `losses` [B, T] are -log p of each
         target. Add to `sums`."""
-        rewards = self.args.beta * of_answers(-losses - batch.given, batch)  # [B, pairs, 2]
+        log_ratio = -losses - batch.target_values["base_log_p"]
+        rewards = self.run.beta * of_answers(log_ratio, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
-        pair_losses = LOSSES[self.args.loss](margin, self.args.beta)
+        pair_losses = LOSSES[self.run.loss](margin, self.run.beta)
         measured = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
         sums = torch.where(are_pairs(batch), torch.stack(measured), 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
@@ -147,14 +174,14 @@ class Preferences(evaluate.Prediction):
 
     @torch.no_grad()
     def evaluate(self) -> Totals:
-        args, job, world = self.args, self.job, self.world
+        job, world = self.job, self.world
         self.sums.zero_()
-        rows = evaluate.evenly_spaced(job.val_set, args.eval_windows)
-        for _, batch in evaluate.shared_batches(job.val_set, rows, args.microbatch, world):
-            batch = self.prepare(batch)
+        rows = evenly_spaced(job.val_set, self.run.eval_windows)
+        for _, batch in shared_batches(job.val_set, rows, self.work.microbatch, world):
+            batch = self.with_base(batch)
             losses = job.model(*batch.inputs, documents=batch.documents)
             if losses.ndim:  # other stages than the last of a pipeline have no losses but a 0
-                batch.loss(losses)
+                self.loss(losses, batch)
         loss, pairs = world.all_gather_scalars([*self.sums[:2]]).sum(0).tolist()
         return Totals(loss, pairs, 0)
 
@@ -179,8 +206,8 @@ def are_pairs(batch: Batch) -> Tensor:
 
 
 open_pairs = partial(open_conversations, read=pairs)
-SCRIPT = Script(__doc__, add_flags, complete, open_pairs, Preferences)
+SCRIPT = Script(Preferring, open_pairs, Preferences)
 main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -26,12 +26,11 @@ its number, so a step is the same on any number of ranks. docs/preferences.md sa
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import math
 import runpy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -41,48 +40,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import evaluate
-from data import tokens_done, window_of
+from data import Steps, window_of
+from evaluate import batch_of, return_each_loss
 from finetune_lora import Script, finetune
 from generate import check_length, generate
 from model import IGNORE
 from parallel import unsharded, used_techniques
+from plumbing import processes
+from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
-from plumbing.parser import Parser, positive_int
-from plumbing.processes import run
-from runs.flags import add_finetuning_flags, complete_finetuning
+from runs.flags import Finetuning
 from runs.records import Totals
+from task import Task
 from text.batch import Batch
-from text.chat import Rows, encode_prompt
+from text.chat import SHOWN, Rows, encode_prompt
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.tokenizer import Tokenizer
 
 # The largest difference of a token's log p between sampling and training that a run accepts. In
 # bfloat16 it accepts any, and only shows it.
-TOLERANCE = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.inf}
 
 
-def add_flags(parser: Parser) -> None:
-    add_finetuning_flags(parser)
-    add = parser.add_argument_group("rewards").add_argument
+@dataclass(frozen=True)
+class Rewarding(Finetuning):
+    """Train a Llama from rewards: make answers likelier that beat their group (GRPO)."""
+
     # fmt: off
-    add("--reward", type=Path, required=True, metavar="FILE",
-        help="Python file with a function reward(prompt, answer)")
-    add("--chat", action="store_true", help="a prompt is a user's message")
-    add("--group", type=positive_int, default=8, help="answers to each prompt, of the --batch")
-    add("--max-new-tokens", type=positive_int, default=64, help="tokens of an answer at most")
+    reward: Path = flag(None, "Python file with a function reward(prompt, answer)", "rewards", Path,
+                        required=True, metavar="FILE")
+    chat: bool = flag(False, "a prompt is a user's message", "rewards")
+    group: int = flag(8, "answers to each prompt, of the --batch", "rewards")
+    max_new_tokens: int = flag(64, "tokens of an answer at most", "rewards")
     # fmt: on
-    parser.set_defaults(batch=64, lr=1e-4)
+    batch: int = other_default(Finetuning, "batch", 64)
+    lr: float = other_default(Finetuning, "lr", 1e-4)
 
+    goal = "grpo"
 
-def complete(args: argparse.Namespace) -> None:
-    complete_finetuning(args, "grpo")
-    if args.dropout:
-        raise UserError("--dropout trains another model than the one that answers: leave it out")
-    if args.group < 2 or args.batch % args.group:
-        raise UserError(f"--batch {args.batch} must be a multiple of --group, which is 2 or more")
-    load_reward(args.reward)
+    @property
+    def answers_messages(self) -> bool:
+        return self.chat
+
+    def check(self) -> None:
+        super().check()
+        if self.dropout:
+            problem = "--dropout trains another model than the one that answers"
+            raise UserError(f"{problem}: leave it out")
+        if self.group < 2 or self.batch % self.group:
+            problem = f"--batch {self.batch} must be a multiple of --group"
+            raise UserError(f"{problem}, which is 2 or more")
+        load_reward(self.reward)
 
 
 @cache
@@ -101,27 +110,27 @@ EXPECTED = '{"prompt": "..."}'  # a line of the data
 
 
 def open_prompts(
-    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading
+    run: Rewarding, tokenizer: Tokenizer, reading: Reading
 ) -> tuple[Rows, Rows, list, str]:
     """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
     on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
     is on those of training."""
-    read = partial(read_prompts, args, tokenizer, reading)
-    train, val = read(args.data)
-    if args.val_data:
-        train, val = train + val, [*chain(*read(args.val_data))]
-    for data, prompts in ((args.data, train), (args.val_data, val)):
+    read = partial(read_prompts, run, tokenizer, reading)
+    train, val = read(run.data)
+    if run.val_data:
+        train, val = train + val, [*chain(*read(run.val_data))]
+    for data, prompts in ((run.data, train), (run.val_data, val)):
         if data and not prompts:
             raise UserError(
                 f"{' '.join(data)} has too few prompts: give more lines like {EXPECTED}"
             )
     val = val or train
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Rows(train, tokenizer, args.group), Rows(val, tokenizer), [], summary
+    return Rows(train, tokenizer, run.group), Rows(val, tokenizer), [], summary
 
 
 def read_prompts(
-    args: argparse.Namespace, tokenizer: Tokenizer, reading: Reading, data: list[str]
+    run: Rewarding, tokenizer: Tokenizer, reading: Reading, data: list[str]
 ) -> tuple[list, list]:
     """Return the prompts to train on, and those that a hash holds out, each as (ids, record)."""
     splits = {"train": [], "val": []}
@@ -132,40 +141,44 @@ def read_prompts(
                 if "answer" in record:
                     raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
                 ids = tokenizer.encode(text, bos=True)
-                if args.chat:
+                if run.chat:
                     ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                check_length(len(ids), args.max_new_tokens, args.seq_len)
+                check_length(len(ids), run.max_new_tokens, run.seq_len)
                 splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
     return splits["train"], splits["val"]
 
 
 class Answers(Rows):
-    """Rows of a prompt and its answer, whose tokens are the targets. `given` of a batch, [B, T, 3],
-    has three numbers for each target: the advantage of its answer, log p by the sampler, and 1 for
-    the first target of an answer, since with --cp each rank has a part of an answer."""
+    """Rows of a prompt and its answer, whose tokens are the targets. A batch has three values of
+    each target, 0 elsewhere: the `advantage` of its answer, `sampled_log_p`, its log p by the
+    sampler, and `begins`, 1 for the first target of an answer, since with --cp each rank has a part
+    of an answer."""
 
     def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
         samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
         super().__init__(samples, tokenizer)
         self.log_p, self.advantages = log_p.cpu(), advantages.to(log_p.dtype)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        batch = super().batch(indices)
-        given = self.log_p.new_zeros(*batch.targets.shape, 3)
-        for i, row, is_target in zip(indices, given, batch.targets != IGNORE):
-            row[is_target, 0] = self.advantages[i]
-            row[is_target, 1] = self.log_p[i, : is_target.sum()]
-            row[is_target.nonzero()[0], 2] = 1
-        return replace(batch, given=given)
+    def batch(self, indices: Sequence[int], multiple: int = 1) -> Batch:
+        batch = super().batch(indices, multiple)
+        is_target = batch.targets != IGNORE
+        advantage = self.log_p.new_zeros(batch.targets.shape)
+        sampled_log_p, begins = advantage.clone(), advantage.clone()
+        for row, i in enumerate(indices):
+            columns = is_target[row].nonzero().flatten()
+            advantage[row, columns] = self.advantages[i]
+            sampled_log_p[row, columns] = self.log_p[i, : len(columns)]
+            begins[row, columns[0]] = 1
+        values = dict(advantage=advantage, sampled_log_p=sampled_log_p, begins=begins)
+        return replace(batch, target_values=values)
 
 
 # --------------------------------------------------------------------------------------- the task
 
 
 @dataclass
-class Rewards(evaluate.Prediction):
-    """Train a run's model to give answers with high rewards. This is also the `objective` of its
-    batches, which call `loss` and `count` (text/batch.py)."""
+class Rewards(Task):
+    """Give answers with high rewards."""
 
     before_step = "sampling"
 
@@ -175,22 +188,22 @@ class Rewards(evaluate.Prediction):
             raise UserError(f"{problem}: give a larger --tp")
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
             raise UserError("products in 8 bits would differ in sampling: leave them out")
-        evaluate.return_each_loss(self.job.model)
+        return_each_loss(self.job.model)
         self.sample_text = lambda step: self.shown
         self.own = slice(self.world.data_rank, None, self.world.data_size)  # of a step's answers
 
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        yield from map(self.batch_of_step, steps)  # not ahead: a batch needs the latest weights
+    def batches(self, steps: Steps) -> Iterator[Batch]:
+        for step in steps.to_do:  # not ahead: a batch needs the latest weights
+            yield self.batch_of_answers(steps.order.sequences(step))
 
-    def batch_of_step(self, step: int) -> Batch:
-        """Return this rank's share of a step's answers, with their advantages."""
-        args, prompts, stop = self.args, self.job.train_set.samples, self.job.tokenizer.stop
+    def batch_of_answers(self, numbers: Sequence[int]) -> Batch:
+        """Return this rank's share of a step's answers, with their advantages. `numbers` are those
+        of the answers, from the run's first."""
+        run, prompts, stop = self.run, self.job.train_set.samples, self.job.tokenizer.stop
         started = time.perf_counter()
-        first = tokens_done(args, step - 1) // args.seq_len
-        numbers = range(first, first + args.batch)  # of answers, from the run's first
-        asked = [prompts[window_of(n // args.group, len(prompts), args.seed)] for n in numbers]
+        asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
         answers, log_p, rewards = self.answer(asked, numbers)
-        groups = rewards.view(-1, args.group)
+        groups = rewards.view(-1, run.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         self.measured = {
             "reward": rewards.mean().item(),
@@ -202,7 +215,7 @@ class Rewards(evaluate.Prediction):
         }
         own_prompts, own_answers = [ids for ids, _ in asked[self.own]], answers[self.own]
         rows = Answers(own_prompts, own_answers, log_p, advantages[self.own], self.job.tokenizer)
-        return replace(evaluate.batch_of(rows, range(len(rows)), self.world), objective=self)
+        return batch_of(rows, range(len(rows)), self.world)
 
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
@@ -220,18 +233,18 @@ class Rewards(evaluate.Prediction):
         """Return an answer to each prompt, and log p of its tokens [B, tokens]. They are drawn at
         temperature 1 and without top_k and top_p, from the distribution that is trained."""
         model, log_p, in_training = self.job.model, [], self.job.model.training
-        stop, seed = self.job.tokenizer.stop, self.args.seed
+        stop, seed = self.job.tokenizer.stop, self.run.seed
         options = dict(stop=stop, seed=seed, numbers=numbers, log_p=log_p)
         model.eval()
         # Ranks may run forward different numbers of times, so forward must not all-gather weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
-            answers = generate(model, prompts, self.args.max_new_tokens, **options)
+            answers = generate(model, prompts, self.run.max_new_tokens, **options)
         model.train(in_training)
         return answers, torch.stack(log_p, 1)
 
     def score(self, asked: list, answers: list[list[int]]) -> list[float]:
         """Return the reward of each answer. Raise UserError where it is no finite number."""
-        rewards, reward = [], load_reward(self.args.reward)
+        rewards, reward = [], load_reward(self.run.reward)
         for (_, record), answer in zip(asked, answers):
             text = self.text_of(answer)
             try:
@@ -240,7 +253,7 @@ class Rewards(evaluate.Prediction):
                     raise ValueError(f"it returned {value}")
             except Exception as error:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
-                raise UserError(f"{self.args.reward}: {call} raised {error!r:.200}")
+                raise UserError(f"{self.run.reward}: {call} raised {error!r:.200}")
             rewards.append(value)
         return rewards
 
@@ -252,21 +265,20 @@ class Rewards(evaluate.Prediction):
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's tokens, given -log p of targets [B, T]."""
-        advantage, sampled_log_p, _ = batch.given.unbind(-1)
-        log_ratio = -losses - sampled_log_p  # 0 where there is no target
+        log_ratio = -losses - batch.target_values["sampled_log_p"]  # 0 where there is no target
         gap = log_ratio.detach().abs().max()
         self.measured["log_ratio"] = gap.clamp(min=self.measured["log_ratio"])
-        return -(log_ratio.exp() * advantage).sum()
+        return -(log_ratio.exp() * batch.target_values["advantage"]).sum()
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.given[..., 2].sum()  # the number of answers
+        return batch.target_values["begins"].sum()  # the number of answers
 
     def measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
         if "log_ratio" in self.measured:
             gap = self.world.all_gather_scalars([self.measured["log_ratio"]]).max().item()
-            if gap > TOLERANCE[self.args.dtype]:
+            if gap > TOLERANCE[self.world.parallel.dtype]:
                 problem = f"log p of a token differs by {gap:.2g} between sampling and training"
                 raise UserError(f"{problem}: model.py computes something else with a cache")
             self.measured["log_ratio"] = gap
@@ -275,12 +287,12 @@ class Rewards(evaluate.Prediction):
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
         prompts, shares = self.job.val_set.samples, self.world.data_size
-        limit = min(self.args.eval_windows, len(prompts))
+        limit = min(self.run.eval_windows, len(prompts))
         padded = math.ceil(limit / shares) * shares  # so that ranks have equally many
         asked = [prompts[i % limit] for i in range(padded)]
         numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
         answers, _, rewards = self.answer(asked, numbers)
-        shown = zip(asked[: evaluate.SHOWN], answers)
+        shown = zip(asked[:SHOWN], answers)
         lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (_, record), answer in shown)
         self.shown = "\n".join(lines)
         rewards = rewards[:limit]
@@ -288,8 +300,8 @@ class Rewards(evaluate.Prediction):
         return Totals(-rewards.sum().item(), limit, 0)
 
 
-SCRIPT = Script(__doc__, add_flags, complete, open_prompts, Rewards)
+SCRIPT = Script(Rewarding, open_prompts, Rewards)
 main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -9,19 +9,18 @@ r"""Train a Llama from scratch, or continue from existing weights.
 This file is the life of a run, from top to bottom:
 
     main             flags, data and model, and how the model is split (runs/setup.py)
-    train            the loop over steps; evaluations, records and checkpoints between them
-    train_step       one step on --batch sequences, divided over the ranks:
+    train            the loop over steps, each on --batch sequences, divided over the ranks:
       accumulate       forward and backward of each microbatch; gradients add up
       update           divide gradients by all target tokens, clip them, call the optimizer
+      end_step         record, save and evaluate
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,71 +28,67 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import checkpoint
-import evaluate
+from checkpoint import Saver, lock_run
 from parallel import World, gradient_sync, zero_gradients
+from plumbing import processes
 from plumbing.devices import widest_float
+from plumbing.flags import parse, values_of
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.processes import run
-from runs import flags, records, setup
+from runs import records, setup
+from runs.flags import Pretraining
+from task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
-from text.batch import Batch
+from text.batch import Batch, as_computed
 
 
 def main() -> None:
-    args = flags.parse_pretraining()
-    process = setup.setup(args)  # joins the processes that torchrun has started
-    job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
+    run = parse(Pretraining)
+    run.check()
+    process, parallel = setup.join(run)  # with the processes that torchrun has started
+    job = setup.prepare_pretraining(run, parallel, process)  # the data; a model without memory
+    newest = process.broadcast_from_rank_zero(partial(lock_run, run.directory, run.resume))
     # build first checks `accumulate`, below, on a small model, then gives each rank its part.
-    world, runner, work = setup.build(args, job, process, accumulate)
-    sample_text = partial(evaluate.sample_text, job, args.prompt)
-    task = evaluate.Prediction(args, job, world, work, sample_text)
+    world, runner, work = setup.build(run, job, process, accumulate)
+    task = Task(run, job, world, work, partial(sample_text, job, run.prompt))
     train(task, runner, newest)
-    out = shlex.quote(str(args.out))
-    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
+    out = shlex.quote(str(run.directory))
+    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(run.prompt)}")
     print_rank_zero(f"curves:     python report.py {out}")
 
 
-def train(task: evaluate.Prediction, runner: nn.Module, newest: Path | None) -> bool:
+def train(task: Task, runner: nn.Module, newest: Path | None) -> bool:
     """Train from the `newest` checkpoint, or from step 1 if that is None, to the last step.
 
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
     the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
-    args, job, world = task.args, task.job, task.world
-    optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
-    task.begin()  # before a checkpoint is loaded
-    steps_done = setup.resume(args, newest, job, optimizer)
-    if steps_done >= args.steps:
+    run, job, world, work = task.run, task.job, task.world, task.work
+    optimizer = make_optimizer(job.model, world.parallel, job.lr, run.weight_decay)
+    steps = setup.steps_of(run, job, work, newest)
+    task.begin(steps)  # before a checkpoint is loaded
+    setup.load(steps, run, job, optimizer)
+    if steps.done >= steps.last:
         return True
-    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
-    saver = checkpoint.Saver(args.out, job.model, optimizer, job.tokenizer, vars(args))
-    if args.init and args.eval_every and not steps_done:
+    print_rank_zero(records.describe_run(run, work, world, steps.last, job.train_set.sources))
+    facts = setup.facts_of(job, work, steps)
+    flags = values_of(run)
+    saver = Saver(run.directory, job.model, optimizer, job.tokenizer, flags, facts)
+    if run.init and run.eval_every and not steps.done:
         task.evaluate_and_show(0)
-    steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
-    recorder = records.Recorder(args, world, task.work, job.tokenizer, steps_done)
+    recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
     # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
-    with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
-        for step, batch in zip(steps, task.batches(steps)):
-            lr = learning_rate(step, args)
+    with plumbing.endings.signals_collected(run.time_limit) as stop, saver, recorder:
+        for step, batch in zip(steps.to_do, task.batches(steps)):
+            lr = learning_rate(step, job.lr, run.warmup, steps.last)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             # Dropout is a function of the seed, the step, the rank and the number of ranks.
-            torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
-            totals = train_step(
-                runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
-            )
+            torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
+            loss = accumulate(runner, batch, work.microbatch, world, task.loss)
+            count, text_bytes = task.count(batch), batch.text_bytes
+            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step, stop)
             metrics = recorder.measure(step, totals, lr, task.measures(totals))
-            recorder.write(metrics)  # a run that resumes from its checkpoint needs it
-            is_best, stopped = False, totals.stop
-            if step == args.steps or is_due(step, args.save_every, args.steps):
-                saver.save(step)  # before the evaluation, which may be long
-            if not stopped and is_due(step, args.eval_every, args.steps):
-                results, stopped = task.evaluate_and_show(step)
-                is_best = recorder.write(metrics | results)
-            if is_best or stopped:
-                saver.save(step, is_best)
+            stopped = end_step(task, metrics, totals.stop, recorder, saver, steps.last)
             if stopped:
                 break
             recorder.start_step()
@@ -105,61 +100,75 @@ def train(task: evaluate.Prediction, runner: nn.Module, newest: Path | None) -> 
     return not stopped
 
 
-def is_due(step: int, every: int, steps: int) -> bool:
+def end_step(
+    task: Task, metrics: dict, stopped: int, recorder: records.Recorder, saver: Saver, last: int
+) -> int:
+    """Record a step, save and evaluate where these are due, and save what is best. Return the
+    signal that ends the run: `stopped`, or one that came during the evaluation; 0 for none."""
+    run, step = task.run, metrics["step"]
+    recorder.write(metrics)  # a run that resumes from this step's checkpoint needs it
+    if step == last or is_due(step, run.save_every, last):
+        saver.save(step)  # before the evaluation, which may be long
+    is_best = False
+    if not stopped and is_due(step, run.eval_every, last):
+        results, stopped = task.evaluate_and_show(step)
+        is_best = recorder.write(metrics | results)
+    if is_best or stopped:
+        saver.save(step, is_best)
+    return stopped
+
+
+def is_due(step: int, every: int, last: int) -> bool:
     """Return whether a step is the last or a multiple of `every`; never if that is 0."""
-    return every > 0 and (step % every == 0 or step == steps)
+    return every > 0 and (step % every == 0 or step == last)
 
 
-def train_step(
-    runner: nn.Module,
-    optimizer: Optimizer,
-    batch: Batch,
-    microbatch: int,
-    clip: float,
-    world: World,
-    step: int,
-    stop: Sequence[int] = (),
-) -> records.Totals:
-    """Run one optimizer step on `batch`, this rank's share. Raises UserError as `update` does."""
-    loss = accumulate(runner, batch, microbatch, world)
-    return update(optimizer, loss, batch, clip, world, step, stop)
-
-
-def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -> Tensor:
+def accumulate(
+    runner: nn.Module, batch: Batch, microbatch: int, world: World, loss_of: Callable = as_computed
+) -> Tensor:
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. Its
-    hooks do all the communication of forward and backward. Returns the sum of the losses, a scalar
+    hooks do all the communication of forward and backward. `loss_of` makes the loss of a microbatch
+    of what the model has computed: a task's `loss`. Returns the sum of the losses, a scalar
     that is still on the device. In a pipeline all stages but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
-        return runner.accumulate(microbatches)
+        return runner.accumulate(microbatches, loss_of)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
         # Ranks sum gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            microbatch_loss = part.loss(runner(*part.inputs, documents=part.documents))
+            computed = runner(*part.inputs, documents=part.documents)
+            microbatch_loss = loss_of(computed, part)
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
 
 
 def update(
-    optimizer: Optimizer, loss: Tensor, batch: Batch, clip: float, world: World, step: int, stop=()
+    optimizer: Optimizer,
+    loss: Tensor,
+    count: Tensor,
+    text_bytes: int,
+    clip: float,
+    world: World,
+    step: int,
+    stop: Sequence[int] = (),
 ) -> records.Totals:
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
 
-    Microbatches and ranks may have different numbers of targets. So we add up sums, and divide once
-    by the number of targets of the whole batch: a mean of means would weight tokens unequally.
-    labs/mean shows the difference.
+    `loss` is the sum over this rank's batch, `count` the number of its target tokens, or of what
+    else a task divides by, and `text_bytes` are those of its targets. Microbatches and ranks may
+    have different numbers of targets. So we add up sums, and divide once by the number of targets
+    of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
+    difference.
     `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
-    tokens = batch.count()
-    rows = world.all_gather_scalars(
-        [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
-    )
+    signal = max(stop, default=0)
+    rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm, signal])
     losses, targets, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
     loss, tokens, text_bytes, *_ = rows.sum(0)
     # Each rank along tp repeats the loss and the targets. Each rank along pp repeats the targets,
@@ -189,13 +198,13 @@ def update(
     return records.Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of step 1..args.steps (warmup-stable-decay): linear warmup to
-    args.lr, then constant, and linear decay over the last third, to 0 at step args.steps + 1."""
-    rise = step / max(args.warmup, 1)
-    fall = (args.steps + 1 - step) / (args.steps / 3)
-    return args.lr * min(rise, 1, fall)
+def learning_rate(step: int, peak: float, warmup: int, last: int) -> float:
+    """Return the learning rate of step 1..last (warmup-stable-decay): linear warmup to the peak,
+    then constant, and linear decay over the last third, to 0 at step last + 1."""
+    rise = step / max(warmup, 1)
+    fall = (last + 1 - step) / (last / 3)
+    return peak * min(rise, 1, fall)
 
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -1,6 +1,5 @@
 """Record a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
 
-import argparse
 import contextlib
 import json
 import math
@@ -19,28 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import RESUMABLE, ParallelConfig, Work
+from config import ParallelConfig, Work
 from costs.page import Traffic, sends, sent_bytes
 from costs.shapes import flops_per_token, peak_flops
-from data import tokens_done
+from data import Steps
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
+from plumbing.flags import values_of
 from plumbing.json_files import parse_json
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import write_atomically
 from plumbing.processes import newest_checkpoint, note_step
 from plumbing.retired import check_run
-from runs.flags import MODEL_FLAGS
+from runs.flags import Run
 from text.tokenizer import Tokenizer
-
-# Flags beside config.RESUMABLE that a resumed run changes without a warning: the experiment stays
-# the same, or another check refuses the change.
-RESUMABLE_FLAGS = (
-    "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
-    "time_limit val_data exam keep_best microbatch device model tokenizer "
-    "rank alpha dropout rslora targets data_checksum token_offset"
-).split()
 
 
 @dataclass(frozen=True)
@@ -68,24 +60,25 @@ class Recorder(contextlib.AbstractContextManager):
     a step, and as progress lines on stderr."""
 
     def __init__(
-        self, args: argparse.Namespace, world: World, work: Work, tokenizer: Tokenizer, done: int
+        self, run: Run, world: World, work: Work, steps: Steps, tokenizer: Tokenizer, facts: dict
     ):
-        """Continue a record after step `done`: remove later steps, which will run again."""
-        self.args, self.world, self.done = args, world, done
+        """Continue a record after the steps that are done: remove later ones, which will run again.
+        OUT/config.json has what was asked as "flags", and beside it the `facts`."""
+        self.run, self.world, self.work, self.steps = run, world, work, steps
         self.has_warned = False  # that the metrics cannot be written
-        trace = args.out / f"trace-{world.rank}.json"
-        self.profiler = start_profiler(trace) if args.profile else None
+        out = run.directory
+        self.profiler = start_profiler(out / f"trace-{world.rank}.json") if run.profile else None
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-        self.flops_per_token = flops_per_token(work.model, args.seq_len)
+        self.flops_per_token = flops_per_token(work.model, work.seq_len)
         if world.rank == 0:
             self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
-            self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
-            self.config["run"] = describe_process(world, work)
-            self._open(done)
-        self.best = world.broadcast_from_rank_zero(partial(best_loss, args.out))
+            self.config |= {"data": [*run.data], "seed": run.seed, "flags": values_of(run)}
+            self.config |= {"facts": facts, "run": describe_process(world, work)}
+            self._open(steps.done)
+        self.best = world.broadcast_from_rank_zero(partial(best_loss, out))
         self.started = self.step_started = time.perf_counter()
-        note_step(done)
+        note_step(steps.done)
 
     def __exit__(self, error, *_) -> None:
         if self.profiler:
@@ -96,12 +89,12 @@ class Recorder(contextlib.AbstractContextManager):
     def measure(self, step: int, totals: Totals, lr: float, measures: dict[str, float]) -> dict:
         """Return the metrics of a step that has just ended, with the `measures` of the run's task;
         print those of every tenth step."""
-        args, now = self.args, time.perf_counter()
+        now, steps = time.perf_counter(), self.steps
         if self.profiler:
             self.profiler.step()
         seconds = now - self.step_started
         note_step(step, seconds)
-        tokens_per_second = args.batch * args.seq_len / seconds
+        tokens_per_second = self.work.batch * self.work.seq_len / seconds
         flops = self.flops_per_token * tokens_per_second / self.world.size  # of a rank
         mfu = flops / self.peak_flops if self.peak_flops else None
         metrics = {
@@ -110,17 +103,18 @@ class Recorder(contextlib.AbstractContextManager):
             **measures,
             "grad_norm": totals.grad_norm,
             "lr": lr,
-            "tokens": tokens_done(args, step),
+            "tokens": steps.order.tokens_done(step),
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "memory_bytes": peak_memory(self.world.device),
         }
-        if step in (self.done + 1, args.steps) or step % 10 == 0:
-            left = (now - self.started) / (step - self.done) * (args.steps - step)
+        if step in (steps.done + 1, steps.last) or step % 10 == 0:
+            seconds_a_step = (now - self.started) / (step - steps.done)
+            left = seconds_a_step * (steps.last - step)
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(
-                f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
+                f"step {step:>5}/{steps.last}  loss {totals.mean_loss:.4f}  "
                 f"{'  '.join(described(measures, 3))}  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
                 f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
@@ -132,16 +126,16 @@ class Recorder(contextlib.AbstractContextManager):
         """Write the line of a step on rank 0, or replace the last if it is of this step; return
         whether --keep-best keeps its checkpoint. If OUT was deleted or moved, begin its files anew;
         raise UserError if another run uses it now."""
-        is_best = self.args.keep_best and metrics.get("val_loss", math.inf) < self.best
+        is_best = self.run.keep_best and metrics.get("val_loss", math.inf) < self.best
         if is_best:
             self.best = metrics["val_loss"]
         if self.world.rank:
             return is_best
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
-            lock_directory(self.args.out)
+            lock_directory(self.run.directory)
             problem = f"was deleted or moved: its records begin again at step {metrics['step']}"
-            print(f"warning: {self.args.out} {problem}", file=sys.stderr)
+            print(f"warning: {self.run.directory} {problem}", file=sys.stderr)
             self._open(metrics["step"] - 1)
         if metrics["step"] != self.step:
             self.step, self.line_start = metrics["step"], self.file.seek(0, os.SEEK_END)
@@ -158,7 +152,7 @@ class Recorder(contextlib.AbstractContextManager):
 
     def _open(self, done: int) -> None:
         """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
-        out = self.args.out
+        out = self.run.directory
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
         kept = (row for row in read_metrics(path) if row["step"] <= done)
@@ -245,25 +239,28 @@ def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
 
 
 def describe_run(
-    args: argparse.Namespace, model: Llama, world: World, sources: list[tuple[int, int]]
+    run: Run, work: Work, world: World, last_step: int, sources: list[tuple[int, int]]
 ) -> str:
     """Return a line on the model, the batch, the `sources` (data.row_of's) and the processes."""
+    model, parallel = work.model, world.parallel
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(model.config).parameters())  # without adapters
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable != parameters else ""
-    notes = (technique.about(model, world) for technique in used_techniques(world.parallel))
+    notes = (technique.about(model, world) for technique in used_techniques(parallel))
     notes = "".join(f"; {note}" for note in notes if note)
+    dtype = str(parallel.dtype).removeprefix("torch.")
     return (
-        f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
-        f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
-        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}{notes}"
+        f"{run.directory}: {parameters / 1e6:,.2f} M parameters{part}; {work.batch} x "
+        f"{work.seq_len} tokens a step; {describe_epochs(last_step * work.batch, sources)}; "
+        f"{world.size} process(es) on {world.device.type}, {dtype}, microbatches of "
+        f"{work.microbatch}{notes}"
     )
 
 
-def describe_epochs(args: argparse.Namespace, sources: list[tuple[int, int]]) -> str:
-    """Return how many sequences each source has, and how often the steps read them."""
-    share = args.steps * args.batch / sum(places for _, places in sources)
+def describe_epochs(sequences: int, sources: list[tuple[int, int]]) -> str:
+    """Return how many sequences each source has, and how often a run of `sequences` reads them."""
+    share = sequences / sum(places for _, places in sources)
     parts = (f"{rows:,} sequences an epoch, {share * n / rows:.3g} epochs" for rows, n in sources)
     return " and ".join(parts)
 
@@ -287,16 +284,16 @@ def describe_mesh(world: World) -> str:
     return "; ".join(parts)
 
 
-def warn_about_changed_flags(before: dict, now: dict) -> None:
+def warn_about_changed_flags(before: dict, now: dict, kept: set[str]) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
-    another experiment, and if the training data differ. Old checkpoints lack some flags. Raises
-    UserError for another optimizer, whose state the checkpoint does not have, and for a run that
-    nothing here can resume."""
+    another experiment, and if the training data differ. Flags that are `kept` may differ. Old
+    checkpoints lack some flags. Raises UserError for another optimizer, whose state the checkpoint
+    does not have, and for a run that nothing here can resume."""
     check_run(before)
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    same_experiment = {*RESUMABLE, *RESUMABLE_FLAGS, *MODEL_FLAGS}
+    same_experiment = kept | {"data_checksum", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()

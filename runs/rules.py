@@ -1,6 +1,5 @@
 """Check the flags of a training run, and return the configurations that they ask for."""
 
-import argparse
 import itertools
 import math
 from dataclasses import replace
@@ -8,29 +7,28 @@ from pathlib import Path
 
 import torch
 
-from config import STRATEGIES, Work, requested_parallel
+from config import STRATEGIES, ParallelConfig, Work
 from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
 from parallel import refusal
 from plumbing.messages import UserError
-from plumbing.parser import Given
 from plumbing.processes import Process
-from runs.flags import MODEL_FLAGS
+from runs.flags import Pretraining, Run
 from techniques.technique import Technique
 from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
 
 
-def choose_model_config(args: argparse.Namespace, initial: dict | None) -> LlamaConfig:
+def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
     """Return the configuration of the --init checkpoint, or of the preset and the size flags.
 
-    `initial` is what checkpoint.read_config returned for --init, None without it."""
-    if args.model and args.model not in PRESETS:
-        raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
+    `initial` is what read_config returned for --init, None without it."""
+    if run.model and run.model not in PRESETS:
+        raise UserError(f"no model '{run.model}': choose one of {', '.join(PRESETS)}")
     found = initial and initial["model"]
-    wanted = PRESETS[args.model] if args.model else found or PRESETS["tiny"]
-    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name)}
+    wanted = PRESETS[run.model] if run.model else found or PRESETS["tiny"]
+    given = {name: value for name, value in vars(run.sizes).items() if value}
     if given.keys() & {"dim", "n_heads"}:
         given["head_dim"] = 0  # follows them
     if found:
@@ -41,16 +39,16 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
         raise UserError(str(error))
     if found and wanted != found:
         differences = describe_differences(found, wanted)
-        raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
+        raise UserError(f"{run.init} has {differences}: leave out --model and its sizes")
     return wanted
 
 
-def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
+def choose_tokenizer(run: Pretraining, initial: dict | None) -> str:
     """Return the name of the tokenizer: --tokenizer, or that of the data or of --init."""
-    if name := args.tokenizer or tokenizer_of_token_files(args.data):
+    if name := run.tokenizer or tokenizer_of_token_files(run.data):
         return name
     if not initial:
-        check_there_is_data(paths_of(args.data))  # before the tokenizer is trained
+        check_there_is_data(paths_of(run.data))  # before the tokenizer is trained
         return DEFAULT_TOKENIZER
     if not initial["tokenizer"]:
         raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
@@ -58,43 +56,56 @@ def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
 
 
 def requested_work(
-    args: argparse.Namespace, model: Llama, process: Process, packed: bool = False
+    parallel: ParallelConfig,
+    model: Llama,
+    process: Process,
+    batch: int,
+    seq_len: int,
+    microbatch: int | None = None,
+    **more,
 ) -> Work:
     """Return a step as the flags ask for it: `dp` may still be "auto", and until it is chosen all
-    ranks of data parallelism count as replicas. `packed`: sequences hold several documents."""
-    parallel = requested_parallel(args)
+    ranks of data parallelism count as replicas. `more` are other fields of Work."""
     data_ranks = max(1, process.size // (parallel.tp * parallel.pp))  # 0 is refused later
     return Work(
         model,
         replace(parallel, replicate=data_ranks),
-        args.batch,
-        args.microbatch or args.batch * args.cp // data_ranks,
-        args.seq_len,
-        document=args.seq_len if packed else 0,
+        batch,
+        microbatch or batch * parallel.cp // data_ranks,
+        seq_len,
         on_gpu=process.device.type == "cuda",
-        references=getattr(args, "references", 0),
+        **more,
     )
 
 
+def work_of(
+    run: Run, parallel: ParallelConfig, model: Llama, process: Process, packed: bool = False
+) -> Work:
+    """Return the requested_work of a run. `packed`: sequences hold several documents."""
+    sizes = run.batch, run.seq_len, run.microbatch
+    more = dict(document=run.seq_len if packed else 0, references=run.references)
+    return requested_work(parallel, model, process, *sizes, **more)
+
+
 def check_training_flags(
-    args: argparse.Namespace, config: LlamaConfig, process: Process, *more: Technique
+    run: Run, parallel: ParallelConfig, config: LlamaConfig, process: Process, *more: Technique
 ) -> None:
     """Raise UserError for flags that cannot work together; the message suggests values. `more` are
     techniques that the script joins to those of parallel.py."""
-    if not args.epochs:
-        check_steps(args)
-    if args.keep_best and not args.eval_every:
+    if not run.epochs:
+        check_steps(run, run.steps)
+    if run.keep_best and not run.eval_every:
         raise UserError("--keep-best needs evaluations: give --eval-every")
-    if args.pp == 1 and (args.schedule != "1f1b" or args.stages_per_rank):
+    if parallel.pp == 1 and (parallel.schedule != "1f1b" or run.parallel.stages_per_rank):
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
         model = Llama(config)
-    model.requires_grad_(getattr(args, "all_weights", True))  # else the base is frozen
-    work = requested_work(args, model, process)
-    check_parallel(work, args.shard, process)
+    model.requires_grad_(run.adapters is None)  # else the base is frozen
+    work = work_of(run, parallel, model, process)
+    check_parallel(work, run.parallel.shard, process)
     check_batch(work)
     check_work(work, *more)
-    check_out(args.out, args.resume)
+    check_out(run.directory, run.resume)
 
 
 # Files of models, adapters, checkpoints and data, beside which no run writes its own.
@@ -117,26 +128,26 @@ def check_out(out: Path, resume: bool) -> None:
         )
 
 
-def check_steps(args: argparse.Namespace) -> None:
+def check_steps(run: Run, steps: int) -> None:
     """Raise UserError for a warmup or for skipped steps that do not fit the number of steps."""
-    # The default may exceed --steps: first trials are short.
-    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then learning_rate decays
-    if isinstance(args.warmup, Given) and args.warmup > longest:
+    longest = steps + 1 - math.ceil(steps / 3)  # then learning_rate decays
+    # The default may be longer: first trials are short.
+    if "warmup" in run.typed and run.warmup > longest:
         raise UserError(
-            f"--warmup {args.warmup} is too long for --steps {args.steps}: the learning rate would "
+            f"--warmup {run.warmup} is too long for --steps {steps}: the learning rate would "
             f"not reach --lr; use at most --warmup {longest}"
         )
-    if args.steps in args.skip_steps:
-        raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
+    if steps in run.skip_steps:
+        raise UserError(f"--skip-steps {steps} is the last: give --steps {steps - 1}")
 
 
-def choose_steps(args: argparse.Namespace, sequences: int) -> None:
-    """Set args.steps if --epochs is given, each of so many sequences."""
-    if args.epochs:
-        if isinstance(args.steps, Given):
-            raise UserError("--steps and --epochs exclude each other: give one of them")
-        args.steps = math.ceil(args.epochs * sequences / args.batch)
-        check_steps(args)
+def last_step(run: Run, sequences: int) -> int:
+    """Return the number of steps: --steps, or that of --epochs of so many sequences each."""
+    if not run.epochs:
+        return run.steps
+    steps = math.ceil(run.epochs * sequences / run.batch)
+    check_steps(run, steps)
+    return steps
 
 
 def check_batch(work: Work) -> None:

@@ -1,6 +1,5 @@
-"""Build a split model from the flags of a run, and say at its start what it will do."""
+"""Build a split model from what a run is asked, and say at its start what it will do."""
 
-import argparse
 import copy
 import pickle
 import subprocess
@@ -14,21 +13,24 @@ import torch
 from torch import nn
 
 import checkpoint
-from config import FLAGS, Work
+from config import FLAGS, ParallelConfig, Work, decided
 from costs.page import sends
 from costs.search import choose_parallel, sent_by_strategy, usable_memory, what_would_fit
-from data import Windows, open_windows, tokens_done
-from files.directories import newest_undamaged
+from data import Order, Steps, Windows, open_windows
+from files.directories import check_tokenizer, find_checkpoint, newest_undamaged, read_config
+from files.loading import load_weights
 from model import Llama
 from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
+from plumbing.flags import all_flags, values_of
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.processes import Process, init_distributed
 from plumbing.shards import assign_shard, sharded_over, to_local
 from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
+from runs.flags import Pretraining, Run
 from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
@@ -37,7 +39,7 @@ from text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Job:
-    """The model, how its parameters are initialized, its tokenizer and its data."""
+    """What a run trains, on what, and for how long, once its device and its data are known."""
 
     model: Llama  # on meta until `build`; then this rank's part
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
@@ -45,39 +47,45 @@ class Job:
     tokenizer: Tokenizer
     train_set: Windows  # or a Packed of text/chat.py, used the same way
     val_set: Windows
-    exam: Exam | None = None  # taken at evaluations
+    data_checksum: int  # by which a resumed run notices other data
+    exam: Exam | None  # taken at evaluations
+    parallel: ParallelConfig  # as it was asked for, with what the device has decided
+    lr: float  # peak learning rate
+    last_step: int
+    base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
 
 
-def setup(args: argparse.Namespace) -> Process:
-    """Join the other processes and set flags whose defaults depend on the device or other flags.
-    Raise UserError for flags that the device cannot compute."""
+def join(run: Run) -> tuple[Process, ParallelConfig]:
+    """Join the other processes. Return this one, and the configuration that the run asks for, with
+    what depends on the device. Raise UserError for what the device cannot compute."""
     process = init_distributed()
-    process.check_same_flags(vars(args))
-    if args.device == "mps":
-        process = on_apple_gpu(args, process)
-    device = process.device
+    process.check_same_flags(values_of(run))
+    if run.device == "mps":
+        return on_apple_gpu(run, process)
+    asked, device = run.parallel, process.device
     # What all ranks can compute, since nodes may have different GPUs.
     bfloat16 = bool(process.minimum(has_bfloat16(device)))
     triton = bool(process.minimum(has_triton(device)))
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
-        if args.dtype == "bfloat16" and not bfloat16:
+        if asked.dtype == torch.bfloat16 and not bfloat16:
             raise UserError(f"--dtype bfloat16: a {gpu} has no bfloat16: leave it out, for float32")
-        if args.compile and not triton:
+        if asked.compile and not triton:
             raise UserError(f"--compile: there is no Triton for this {gpu}: leave it out")
-        if not args.dtype and not bfloat16:
+        if asked.dtype is None and not bfloat16:
             print_rank_zero(f"no bfloat16 for this {gpu}: --dtype float32")
-        if args.compile is None and not triton:
+        if asked.compile is None and not triton:
             print_rank_zero(f"no Triton for this {gpu}: --no-compile")
     if use_flash_attention_3(device):
         print_rank_zero("attention in bfloat16 is computed by FlashAttention 3")
-    args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
-    args.compile = triton if args.compile is None else args.compile
-    args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
-    if args.lr is None:
-        args.lr = 0.02 if args.optimizer == "muon" else 5e-3
-    return process
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    return process, decided(asked, dtype=dtype, compile=triton, optimizer=optimizer_of(run))
+
+
+def optimizer_of(run: Run) -> str:
+    """Return the optimizer of a run that names none."""
+    return "adamw" if run.init else "muon"
 
 
 # Flags whose only value on an Apple GPU is the default of their field: other values cannot be
@@ -86,70 +94,86 @@ FIXED_ON_APPLE_GPU = ["dp", "dtype", "compile", "checkpointing", "offload"]
 FIXED_ON_APPLE_GPU += [technique.flag for technique in (*BEFORE_TP, *AFTER_TP) if technique.flag]
 
 
-def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
-    """Return this process on an Apple GPU (MPS), and set the flags of FIXED_ON_APPLE_GPU."""
+def on_apple_gpu(run: Run, process: Process) -> tuple[Process, ParallelConfig]:
+    """Return this process on an Apple GPU (MPS), and the configuration there."""
     if not torch.backends.mps.is_available():
         raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
     if process.size > 1:
         raise UserError("--device mps is for one process: leave it out, for the CPU")
-    for name in FIXED_ON_APPLE_GPU:
-        value = "float32" if name == "dtype" else FLAGS[name].default
-        if getattr(args, name) not in (None, "auto", value):
+    fixed = {name: FLAGS[name].default for name in FIXED_ON_APPLE_GPU}
+    for name, value in fixed.items():
+        if getattr(run.parallel, name) not in (None, "auto", value):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--device mps does not work with this {flag}: leave out one of them")
-        setattr(args, name, value)
-    return replace(process, device=torch.device("mps"))
+    parallel = decided(replace(run.parallel, **fixed), optimizer=optimizer_of(run))
+    return replace(process, device=torch.device("mps")), parallel
 
 
-def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
+def peak_learning_rate(run: Run, parallel: ParallelConfig) -> float:
+    """Return --lr, or the default of the optimizer."""
+    if run.lr is not None:
+        return run.lr
+    return 0.02 if parallel.optimizer == "muon" else 5e-3
+
+
+def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Process) -> Job:
     """Check the flags, open the data, and describe the model."""
-    find = partial(checkpoint.find_checkpoint, args.init)
-    source = checkpoint.read_config(process.broadcast_from_rank_zero(find)) if args.init else None
-    config = rules.choose_model_config(args, source)
-    rules.check_training_flags(args, config, process)
-    if args.reshard == "adapters":
+    source = None
+    if run.init:
+        directory = process.broadcast_from_rank_zero(partial(find_checkpoint, run.init))
+        source = read_config(directory)
+    config = rules.choose_model_config(run, source)
+    rules.check_training_flags(run, parallel, config, process)
+    if parallel.reshard == "adapters":
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
-    load = partial(load_tokenizer, rules.choose_tokenizer(args, source))
+    load = partial(load_tokenizer, rules.choose_tokenizer(run, source))
     tokenizer = process.local_rank_zero_first(load)
-    exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
-    reading = Reading(args.text_field, args.skip_bad)
+    exam = run.exam and Exam(run.exam, tokenizer, config.max_seq_len)
+    reading = Reading(run.text_field, run.skip_bad)
     windows = partial(
-        open_windows, args.data, tokenizer, args.seq_len, args.document_mask, args.val_data, reading
+        open_windows, run.data, tokenizer, run.seq_len, run.document_mask, run.val_data, reading
     )
     train_set, val_set = process.local_rank_zero_first(windows)
-    rules.choose_steps(args, len(train_set))
-    # Saved with the flags, so that a resumed run notices other data.
-    args.data_checksum = process.check_same("the training data", train_set.checksum())
     if source:
-        checkpoint.check_tokenizer(source, tokenizer)
-        initialize = partial(checkpoint.load_weights, source["directory"])
+        check_tokenizer(source, tokenizer)
+        initialize = partial(load_weights, source["directory"])
     else:
-        if (args.model or "").startswith("llama3") and tokenizer.vocab_size != config.vocab_size:
+        if (run.model or "").startswith("llama3") and tokenizer.vocab_size != config.vocab_size:
             print_rank_zero(
-                f"note: {args.model} has {config.vocab_size} tokens, and {tokenizer.name} has "
+                f"note: {run.model} has {config.vocab_size} tokens, and {tokenizer.name} has "
                 f"{tokenizer.vocab_size}: this trains another model; give its --tokenizer"
             )
         config = replace(config, vocab_size=tokenizer.vocab_size)
         initialize = partial(
-            Llama.init_weights, seed=args.seed, assign=assign_shard, device=process.device
+            Llama.init_weights, seed=run.seed, assign=assign_shard, device=process.device
         )
     with torch.device("meta"):
         model = Llama(config)
-    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
+    return Job(
+        model=model,
+        whole=copy.deepcopy(model),
+        initialize=initialize,
+        tokenizer=tokenizer,
+        train_set=train_set,
+        val_set=val_set,
+        data_checksum=process.check_same("the training data", train_set.checksum()),
+        exam=exam,
+        parallel=parallel,
+        lr=peak_learning_rate(run, parallel),
+        last_step=rules.last_step(run, len(train_set)),
+    )
 
 
-def choose_work(
-    args: argparse.Namespace, whole: Llama, packed: bool, process: Process
-) -> tuple[Work, str]:
-    """Return a step's work, split as the flags or the model's size require, and the reason."""
-    work = rules.requested_work(args, whole, process, packed)
+def choose_work(work: Work, shard: int | None, process: Process) -> tuple[Work, str]:
+    """Return a step split as it is asked for or, with --dp auto, as the model's size requires; and
+    the reason. `shard` is the value of --shard, if given."""
     room = process.minimum(usable_memory(process.device))
 
     def count(choice: Work) -> float:
         return process.broadcast_from_rank_zero(partial(ratio_of_peaks, choice))
 
-    parallel, reason = choose_parallel(work, args.shard, process, room, count)
-    process.check_same("the models or their meshes", (whole.config, parallel))
+    parallel, reason = choose_parallel(work, shard, process, room, count)
+    process.check_same("the models or their meshes", (work.model.config, parallel))
     return replace(work, parallel=parallel), reason
 
 
@@ -185,30 +209,31 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
         )
 
 
-def describe_strategies(args: argparse.Namespace, job: Job, process: Process) -> str:
+def describe_strategies(run: Run, job: Job, process: Process) -> str:
     """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
     not share the sequences."""
-    if process.size == args.tp * args.pp:
+    if process.size == job.parallel.tp * job.parallel.pp:
         return ""
-    work = rules.requested_work(args, job.whole, process, packed=True)
-    return f"per step, each rank would send: {sent_by_strategy(work, args.shard, process)}"
+    work = rules.work_of(run, job.parallel, job.whole, process, packed=True)
+    return f"per step, each rank would send: {sent_by_strategy(work, run.parallel.shard, process)}"
 
 
 def build(
-    args: argparse.Namespace, job: Job, process: Process, accumulate: Callable
+    run: Run, job: Job, process: Process, accumulate: Callable
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return the World, what a training step calls, and the step's work.
     `accumulate` is train.accumulate, for check_model, which first tries a small model. It is passed
     in because imports run downwards, and train.py is above this file."""
-    work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
+    packed = job.train_set.document_mask
+    asked = rules.work_of(run, job.parallel, job.whole, process, packed)
+    work, reason = choose_work(asked, run.parallel.shard, process)
     rules.check_work(work, *job.techniques)
     process.check_same("the validation data", job.val_set.checksum())  # or ranks evaluate unequally
     process.check_same("the exams", job.exam and job.exam.questions)
-    args.microbatch = work.microbatch  # for train.py, even if the flag was not given
     parallel = work.parallel
     # If a step runs out of memory, this adds a line to its error.
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
-    if args.dp == "auto" and process.size > args.tp * args.pp:
+    if run.parallel.dp == "auto" and process.size > parallel.tp * parallel.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     world = with_mesh(process, parallel)
     check_model(job.whole.config, work.seq_len, world, accumulate)
@@ -225,23 +250,57 @@ def build(
     return world, runner, work
 
 
-def resume(
-    args: argparse.Namespace, newest: Path | None, job: Job, optimizer: torch.optim.Optimizer
-) -> int:
-    """Load the `newest` checkpoint of a run, if there is one; return the steps it has done."""
+def facts_of(job: Job, work: Work, steps: Steps) -> dict:
+    """Return what a run has found out and decided, by the names of the flags that leave it open,
+    for OUT/config.json and checkpoints."""
+    found = {"init": str(job.base)} if job.base else {}
+    return (
+        values_of(work.parallel)
+        | found
+        | {
+            "lr": job.lr,
+            "steps": steps.last,
+            "microbatch": work.microbatch,
+            "data_checksum": job.data_checksum,
+            "token_offset": steps.order.token_offset,
+        }
+    )
+
+
+def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
+    """Return the steps that a run still has to take, after its `newest` checkpoint if it has one.
+    Warn about flags that make it another experiment than it was."""
+    order = Order(run.batch, run.seq_len, run.seed)
+    steps = Steps(0, job.last_step, run.skip_steps, order)
     if not newest:
-        return 0
-    newest = newest_undamaged(newest)
-    before = {"token_offset": 0} | checkpoint.read_config(newest)["flags"]  # old runs lack it
-    records.warn_about_changed_flags(before, vars(args))
-    steps_done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
-    tokens_read = tokens_done(argparse.Namespace(**before), steps_done)
-    args.token_offset = tokens_read - tokens_done(args, steps_done)
-    if args.epochs:  # tokens that have been read take no further steps
-        args.steps -= args.token_offset // (args.batch * args.seq_len)
-        while args.steps in args.skip_steps:  # the last step saves, so it is not left out
-            args.steps -= 1
-    print_rank_zero(f"resumed from {newest}")
-    if steps_done >= args.steps:
-        print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
-    return steps_done
+        return steps
+    checkpoint = newest_undamaged(newest)
+    before = read_config(checkpoint)
+    had = {"token_offset": 0} | before["flags"] | before.get("facts", {})  # old runs have no facts
+    have = values_of(run) | facts_of(job, work, steps)
+    records.warn_about_changed_flags(had, have, kept_flags(type(run)))
+    done, last = before["step"], job.last_step
+    old_order = Order(had["batch"], had["seq_len"], had["seed"], had["token_offset"])
+    offset = old_order.tokens_done(done) - order.tokens_done(done)
+    if run.epochs:  # tokens that have been read take no further steps
+        last -= offset // (run.batch * run.seq_len)
+        while last in run.skip_steps:  # the last step saves, so it is not left out
+            last -= 1
+    order = replace(order, token_offset=offset)
+    return Steps(done, last, run.skip_steps, order, checkpoint)
+
+
+def kept_flags(kind: type) -> set[str]:
+    """Return the flags of a kind of run that a resume may change."""
+    return {name for name, spec in all_flags(kind).items() if spec.keeps}
+
+
+def load(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Load the checkpoint that a run continues, if it does."""
+    if not steps.checkpoint:
+        return
+    checkpoint.resume(steps.checkpoint, job.model, optimizer, job.tokenizer)
+    print_rank_zero(f"resumed from {steps.checkpoint}")
+    if steps.done >= steps.last:
+        done = f"has done its {steps.last} steps; more --steps continue it"
+        print_rank_zero(f"{run.directory} {done}")

@@ -193,8 +193,7 @@ def share_sequences(batch: Batch, world) -> Batch:
     own = [own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)]
     return SharedBatch(
         *own,
-        objective=batch.objective,
-        given=None if batch.given is None else own_tokens(batch.given, rank, n),
+        target_values={name: own_tokens(t, rank, n) for name, t in batch.target_values.items()},
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
         starts=document_starts(positions),
         all_positions=positions,

@@ -39,6 +39,7 @@ from model import KVCache, Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, has_w, make_schedule
+from text.batch import as_computed
 
 # ------------------------------------------------------------------------------------------- stages
 # With tied embeddings the last rank keeps the embedding too, as its output.
@@ -214,11 +215,11 @@ class Pipeline(nn.Module):
                 ticks[end][rank] = action
         return [ticks[end] for end in sorted(ticks)]
 
-    def accumulate(self, microbatches: list) -> Tensor:
+    def accumulate(self, microbatches: list, loss_of: Callable = as_computed) -> Tensor:
         """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
-        ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
-        with the last stage, 0 on the others."""
-        self.microbatches = microbatches
+        ranks of a pipeline have the same microbatches. `loss_of` is as for train.accumulate.
+        Returns the sum of the losses on the rank with the last stage, 0 on the others."""
+        self.microbatches, self.loss_of = microbatches, loss_of
         self.kept = {}  # (microbatch, stage) -> input and output of its forward, for B and W
         self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
@@ -248,8 +249,9 @@ class Pipeline(nn.Module):
             targets = microbatch.targets if stage == self.last_stage else None
             stream = as_stream(x, microbatch.tokens, self.tp)
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
-            root = microbatch.loss(y) if stage == self.last_stage else to_local(y)  # of backward
+            root = to_local(y)  # of backward
             if stage == self.last_stage:
+                root = self.loss_of(y, microbatch)
                 self.loss += root.detach()
             self.kept[i, stage] = x, y, root
             return root.detach()

@@ -1,9 +1,9 @@
 """A batch of token ids, where its documents begin, and attention that stays within them."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,21 +51,16 @@ class Batch:
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
-    # For a loss that is no sum over targets: preferences.py and rewards.py have such objectives.
-    objective: Any = None
-    given: Tensor | None = None  # [B, T, ...]: what the objective has to know of each target
+    # What a task's loss has to know of each target, by name: [B, T] each.
+    target_values: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
             self.starts = document_starts(self.positions)
 
-    def loss(self, computed: Tensor) -> Tensor:
-        """Return the loss of a microbatch, a sum, from what the model has computed."""
-        return self.objective.loss(computed, self) if self.objective else computed
-
     def count(self) -> Tensor:
-        """Return by what a step divides its loss: targets, or what the objective counts."""
-        return self.objective.count(self) if self.objective else (self.targets != IGNORE).sum()
+        """Return the number of targets."""
+        return (self.targets != IGNORE).sum()
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
         """Return the sum of x [B, T] over each document, [B, R], of rows that begin with one."""
@@ -105,8 +100,15 @@ class Batch:
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        changed = {name: change(t) for name, t in vars(self).items() if isinstance(t, Tensor)}
+        changed["target_values"] = {name: change(t) for name, t in self.target_values.items()}
+        return replace(self, **changed)
+
+
+def as_computed(loss: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of a microbatch as the model computed it: the sum over its targets. Tasks
+    whose loss is another function of the targets have one of their own."""
+    return loss
 
 
 def document_starts(positions: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ takes n - 1 slots of a row: its first id is only an input, its last only a targe
 """
 
 import bisect
+import copy
 import itertools
 import json
 import math
@@ -219,7 +220,6 @@ class Packed:
     `together` consecutive ones, in their order."""
 
     document_mask = True
-    given: torch.Tensor | None = None  # [rows, seq_len]: what an objective has to know of targets
 
     def __init__(
         self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer, together: int = 1
@@ -231,6 +231,13 @@ class Packed:
         self.sources = [(len(self.rows), 1)]  # one source has all rows, as in data.Windows
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
+        self.target_values: dict[str, torch.Tensor] = {}  # [rows, seq_len] each
+
+    def with_values(self, **target_values: torch.Tensor) -> "Packed":
+        """Return the same rows; batches have these values of each target, [rows, seq_len] each."""
+        with_them = copy.copy(self)
+        with_them.target_values = target_values
+        return with_them
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -256,26 +263,26 @@ class Packed:
                 start = end
             positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
         text_bytes = self.tokenizer.count_bytes(targets)
-        given = None if self.given is None else self.given[[row or 0 for row in indices]]
+        rows = [row or 0 for row in indices]
+        values = {name: value[rows] for name, value in self.target_values.items()}
         tensors = map(torch.from_numpy, (tokens, targets, positions))
-        return Batch(*tensors, text_bytes, given=given)
+        return Batch(*tensors, text_bytes, target_values=values)
 
 
 class Rows(Packed):
-    """Samples in rows of their own, so that no mask is needed; each has `copies` equal rows. The
-    rows of a batch are as long as its longest sample, rounded up to a multiple of `multiple`, which
-    evaluation sets."""
+    """Samples in rows of their own, so that no mask is needed; each has `copies` equal rows."""
 
     document_mask = False
 
     def __init__(self, samples: list[Encoded], tokenizer: Tokenizer, copies: int = 1):
-        self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
+        self.samples, self.tokenizer, self.target_values = samples, tokenizer, {}
         self.rows, self.pad = [[i] for i in range(len(samples)) for _ in range(copies)], 0
         self.sources = [(len(self.rows), 1)]
 
-    def batch(self, indices: list[int | None]) -> Batch:
+    def batch(self, indices: list[int | None], multiple: int = 1) -> Batch:
+        """Return rows that are as long as the longest sample, rounded up to a multiple."""
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
-        self.seq_len = math.ceil(longest / self.multiple) * self.multiple
+        self.seq_len = math.ceil(longest / multiple) * multiple
         return replace(super().batch(indices), positions=None, starts=None)
 
 

@@ -1,0 +1,174 @@
+"""Frozen records whose fields are the flags of a command.
+
+    @dataclass(frozen=True)
+    class Measurement:
+        repeats: int = flag(5, "rounds of all contestants")
+        parallel: ParallelConfig = within(ParallelConfig)
+
+`repeats` is --repeats, and the fields of ParallelConfig are flags beside it. A subclass inherits
+its base's flags; `other_default` changes a default. A record is parsed once and never changes: what
+a run finds out later, about its device or its data, is kept elsewhere."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from plumbing.parser import Parser, nonnegative_float, positive_int
+
+SAME_AS_DEFAULT = object()
+TYPES = {int: positive_int, float: nonnegative_float}  # of a flag, by the type of its default
+
+
+class Flag(NamedTuple):
+    """What argparse and a resumed run have to know of a field."""
+
+    help: str
+    group: str  # the heading under which --help shows it
+    type: Callable | None  # makes a value of the text; None: as the default's type is read
+    choices: list[str] | None
+    keeps: bool  # a resumed run may change it, and is the same experiment
+    is_positional: bool  # an argument without a name
+    options: dict  # for add_argument: nargs, metavar, const, required
+    unset: Any = SAME_AS_DEFAULT  # what a parsed record holds where the flag is missing
+
+
+def flag(
+    default,
+    help: str,
+    group: str = "",
+    type: Callable | None = None,
+    choices: Iterable[str] = (),
+    keeps: bool = False,
+    is_positional: bool = False,
+    unset=SAME_AS_DEFAULT,
+    **options,
+):
+    """Return a field that is its own flag; its arguments are those of Flag."""
+    spec = Flag(help, group, type, [*choices] or None, keeps, is_positional, options, unset)
+    return dataclasses.field(default=default, metadata={"flag": spec})
+
+
+def other_default(base: type, name: str, default):
+    """Return a field of a base class once more, with another default."""
+    spec = flags_in(base)[name]
+    without_default = spec.help.partition(" (default")[0]
+    return dataclasses.field(
+        default=default, metadata={"flag": spec._replace(help=without_default)}
+    )
+
+
+def within(kind: type, names: Iterable[str] | None = None, group: str = "", **unset):
+    """Return a field that holds another record. Its fields, or those in `names`, are flags of this
+    command. `unset` are values, other than those of `kind`, where a flag is missing; their help
+    tells them as the defaults."""
+    specs = flags_in(kind)
+    names = [*(specs if names is None else names)]
+    values = {name: spec.unset for name, spec in specs.items() if spec.unset is not SAME_AS_DEFAULT}
+    return dataclasses.field(
+        default=kind(**values | unset), metadata={"names": names, "group": group, "told": unset}
+    )
+
+
+def flags_in(kind: type) -> dict[str, Flag]:
+    """Return the flags of a record's own fields, by name."""
+    return {f.name: f.metadata["flag"] for f in fields(kind) if "flag" in f.metadata}
+
+
+def all_flags(kind: type) -> dict[str, Flag]:
+    """Return the flags of a record and of the records within it, by name."""
+    found = flags_in(kind)
+    for f in records_in(kind):
+        inner = flags_in(type(f.default))
+        found |= {name: inner[name] for name in f.metadata["names"]}
+    return found
+
+
+def records_in(kind: type) -> list[dataclasses.Field]:
+    """Return the fields that hold other records, declared by `within`."""
+    return [f for f in fields(kind) if "names" in f.metadata]
+
+
+def values_of(record) -> dict[str, Any]:
+    """Return the values of all flags by name, as JSON has them, also of the records within."""
+    values = {name: getattr(record, name) for name in flags_in(type(record))}
+    for f in records_in(type(record)):
+        inner = values_of(getattr(record, f.name))
+        values |= {name: inner[name] for name in f.metadata["names"]}
+    return {name: as_json(value) for name, value in values.items()}
+
+
+def as_json(value):
+    if isinstance(value, tuple):
+        return [*value]
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return value if plain else str(value).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------- parsing
+
+
+def parse(kind: type, words: list[str] | None = None):
+    """Return the record of a command line, by default this process's. The first line of the class's
+    docstring is the first of --help."""
+    parser = Parser(description=kind.__doc__.partition("\n")[0])
+    add_flags(parser, kind)
+    return record_of(kind, vars(parser.parse_args(words)))
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add the flags of a record to a parser, under the headings of their groups."""
+    headings = {}
+
+    def add(name: str, spec: Flag, default) -> None:
+        if spec.group not in headings:
+            new = parser.add_argument_group(spec.group) if spec.group else parser
+            headings[spec.group] = new
+        add_flag(headings[spec.group], name, spec, default)
+
+    for f in fields(kind):
+        if "flag" in f.metadata:
+            add(f.name, f.metadata["flag"], f.default)
+        for name in f.metadata.get("names", ()):
+            spec = flags_in(type(f.default))[name]
+            if name in f.metadata["told"]:
+                without_default = spec.help.partition(" (default")[0]
+                told = as_json(f.metadata["told"][name])
+                spec = spec._replace(help=f"{without_default} (default: {told})")
+            group = spec.group or f.metadata["group"]
+            add(name, spec._replace(group=group), getattr(type(f.default), name))
+
+
+def add_flag(group: argparse._ActionsContainer, name: str, spec: Flag, default) -> None:
+    """Add one flag. The parsed namespace has those alone that were typed; so the help, and not
+    argparse, tells the default."""
+    unset = default if spec.unset is SAME_AS_DEFAULT else spec.unset
+    help = spec.help
+    if unset not in (None, False, (), "") and "(default" not in help:
+        shown = " ".join(unset) if isinstance(unset, tuple) else unset
+        help += f" (default: {shown})"
+    options = dict(help=help, default=argparse.SUPPRESS) | spec.options
+    if spec.choices:
+        options["choices"] = spec.choices
+        if spec.type:
+            options["type"] = spec.type
+    elif isinstance(default, bool):
+        run_chooses = unset is None  # so that --no-NAME means something, too
+        options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
+    else:
+        options["type"] = spec.type or TYPES.get(type(default), str)
+    option = f"--{name.replace('_', '-')}"
+    group.add_argument(name if spec.is_positional else option, **options)
+
+
+def record_of(kind: type, typed: dict[str, Any]):
+    """Return a record with the values that were `typed`, by name, and defaults for all others."""
+    own = {name: typed[name] for name in flags_in(kind) if name in typed}
+    own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
+    for f in records_in(kind):
+        inner = {name: typed[name] for name in f.metadata["names"] if name in typed}
+        own[f.name] = replace(f.default, **inner)
+    if "typed" in {f.name for f in fields(kind)}:
+        own["typed"] = frozenset(typed)
+    return kind(**own)
