@@ -305,18 +305,9 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
 }
-GONE = {  # commands of earlier versions -> what to do instead
-    "drill": "is tests/workers/drill.py now, which tests run",
-    "gpu": "is python docs/gpu.py now: --part A --out gpu.json",
-    "lora": "is bench.py limit --lora",
-    "loss": "is no more: docs/measured.md has what it measured",
-    "step-lora": "is bench.py step --lora",
-}
 
 
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] in GONE:
-        raise UserError(f"bench.py {sys.argv[1]} {GONE[sys.argv[1]]}")
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():

@@ -3,10 +3,12 @@
 import argparse
 import difflib
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 
 from plumbing.messages import UserError
+from plumbing.retired import check_words
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +34,10 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse_known_args(self, args=None, namespace=None):
-        """Raise UserError for unknown flags; the message suggests a similar one."""
+        """Raise UserError for what is retired, and for unknown flags; the message suggests what to
+        type instead."""
+        args = sys.argv[1:] if args is None else args
+        check_words(self.prog, args)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]

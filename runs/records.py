@@ -30,6 +30,7 @@ from plumbing.json_files import parse_json
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import write_atomically
 from plumbing.processes import newest_checkpoint, note_step
+from plumbing.retired import check_run
 from runs.flags import MODEL_FLAGS
 from text.tokenizer import Tokenizer
 
@@ -289,7 +290,9 @@ def describe_mesh(world: World) -> str:
 def warn_about_changed_flags(before: dict, now: dict) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
     another experiment, and if the training data differ. Old checkpoints lack some flags. Raises
-    UserError for another optimizer, whose state the checkpoint does not have."""
+    UserError for another optimizer, whose state the checkpoint does not have, and for a run that
+    nothing here can resume."""
+    check_run(before)
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
