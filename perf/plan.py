@@ -1,7 +1,6 @@
 """`bench.py plan`: predict memory, traffic and time of every plan for a cluster, on a laptop.
 
-    python bench.py plan --model llama3.1-8b --gpus 16     a cluster known from data sheets
-    python bench.py plan --measured comm.json              the cluster that bench.py comm measured
+    python bench.py plan --model llama3.1-8b --gpus 16
 
 A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
 schedule, a treatment of activations, a microbatch size and a value of --reshard
@@ -135,7 +134,6 @@ PART_NAMES = {
     "recompute": "recomputing",
     "passes": "memory traffic",
     "optimizer": "the optimizer",
-    "handling": "FSDP's code",
     "cpu": "copies to the CPU",
 } | {dim: f"waiting for {dim}" for dim in DIMS}
 
@@ -150,14 +148,14 @@ def describe_best(plan: Plan, question: Question) -> str:
         bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
     flops = flops_per_token(work.model, work.document or work.seq_len) * plan.tokens_per_second
-    mfu = "" if plan.machine.measured else f", MFU {flops / plan.machine.peak:.0%}"
+    mfu = flops / plan.machine.peak
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
     sentences = [
         f"{what}, on {question.gpus} x {plan.machine.name}: {name_of(plan)}, "
         f"activations {plan.activations}, microbatches of {work.microbatch}: "
         f"{plan.seconds:,.3g} s a step, "
-        f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu}.",
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {mfu:.0%}.",
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
@@ -165,7 +163,7 @@ def describe_best(plan: Plan, question: Question) -> str:
         sentences.append(
             "On an H200 such predictions were 6 % too fast with F = 14,336, 25 % with F = 768."
         )
-    elif not (plan.machine.measured or plan.machine.caveat):
+    elif not plan.machine.caveat:
         spread = SPREAD[kind_of(parallel)]
         sentences.append(
             f"Nine of ten published speeds are within {spread:.0%} of such a prediction (fitted "
@@ -258,14 +256,14 @@ def reason(plan: Plan, best: Plan, machine: Machine) -> str:
         return "the fastest"
     additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
-    spread = 0.0 if machine.measured else SPREAD[kind_of(plan.work.parallel)]
+    spread = SPREAD[kind_of(plan.work.parallel)]
     tie = "a tie, " if plan.seconds < best.seconds * (1 + spread) else ""
     return f"{tie}{additional[part]:+.2g} {PART_NAMES[part].removeprefix('waiting for ')}"
 
 
 def machine_in_words(machine: Machine) -> str:
     return (
-        f"{machine.name}, {'measured' if machine.measured else 'as published steps reach it'}: "
+        f"{machine.name}, as published steps reach it: "
         f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of products, "
         f"{machine.bandwidth / 1e9:,.0f} GB/s of memory, {machine.node_link / 1e9:,.3g} GB/s in a "
         f"node of {machine.per_node}, {machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
@@ -327,7 +325,7 @@ def savings(question: Question) -> Iterator[tuple[str, str, Question]]:
             yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
     elif not question.in_4_bits:
         yield "base", "--base-bits 4", with_adapters(lora, base_bits=4)
-    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
+    for factor in (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
         batch = max(work.batch, gpus)
         if gpus <= machine.per_node or gpus % machine.per_node == 0:
@@ -347,7 +345,7 @@ def explain_nothing_fits(question: Question, smallest: Plan) -> str:
             remedies[kind] = flags
     needed, usable = smallest.memory["peak"], USABLE_FRACTION * question.machine.memory
     large = [name for name, gpu in GPUS.items() if gpu.memory >= needed / USABLE_FRACTION / 1e9]
-    if large and not question.machine.measured:
+    if large:
         remedies["GPU"] = f"--gpu {large[0]}"
     return (
         f"nothing fits: a GPU of the smallest plan ({name_of(smallest)}) needs "
