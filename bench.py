@@ -130,7 +130,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
              "them; 0 for whole sequences")
     add("--tokens", type=positive_float,
         help="also print the days and GPU-hours to train on so many tokens, such as 15e12")
-    add("--dollars", type=positive_float, help="with --tokens: what an hour of a GPU costs")
     add("--lora", choices=["finetune_lora", "preferences"], nargs="?", const="finetune_lora",
         help="train adapters as this script does, which changes what a step computes")
     add_adapter_flags(parser)
@@ -243,8 +242,6 @@ def equal(args: argparse.Namespace) -> str:
 def plan(args: argparse.Namespace) -> str:
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
-    if args.dollars and not args.tokens:
-        raise UserError("--dollars is for the cost of a run: give --tokens, too")
     if args.dtype != "bfloat16" and args.gpu.lower() in GPUS:
         raise UserError(
             f"--dtype {args.dtype}: what is known of {machine.name} is its speed in bfloat16: "
@@ -262,7 +259,7 @@ def plan(args: argparse.Namespace) -> str:
     )
     wanted = {name: getattr(args, name) for name in FILTERS}
     question = Question(args.model, work, machine, args.gpus, wanted)
-    return plan_cluster(question, args.top, args.tokens, args.dollars, args.json, args.check)
+    return plan_cluster(question, args.top, args.tokens, args.json, args.check)
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
