@@ -5,8 +5,6 @@ python bench.py limit [--lora]
                             transformers' step or peft's
 torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp "fsdp --reshard none"] [--lora]
                             the same step, distributed and computed in different ways
-torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
-                            latency and bandwidth of the links between ranks
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
 torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finetune_lora.py]
@@ -43,10 +41,8 @@ from evaluate import Prediction
 from lora import LoRA
 from model import PRESETS, Llama
 from parallel import with_mesh
-from perf.comm import measure_comm
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
-from perf.measured import read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing.messages import UserError, print_rank_zero
@@ -104,16 +100,6 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
                         microbatch=None, repeats=11)
 
 
-def add_comm_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help="file for the results as JSON")
-    add("--model", choices=PRESETS,
-        help="preset whose microbatch is timed too, for bench.py plan --measured")
-    add("--repeats", type=positive_int, default=11, help="rounds of all collectives")
-    add("--microbatch", type=positive_int, default=1, help="sequences of that microbatch")
-    add("--seq-len", type=positive_int, default=512, help="tokens per sequence of that microbatch")
-
-
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
     add = parser.add_argument
@@ -130,24 +116,20 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
+    add("--model", choices=PRESETS, default="llama3.1-8b", help="preset")
     add("--gpus", type=positive_int, default=8, help="GPUs of the whole cluster")
     add("--per-node", type=positive_int, default=8, help="GPUs of a node")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, "
         "memory bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s")
     add("--link", default="400gbit",
         help="speed of the link from each GPU to other nodes, such as 400gbit or 50GB")
-    add("--measured", type=Path, metavar="FILE",
-        help="result of bench.py comm --model: plan for that cluster, in place of --gpus, "
-             "--per-node, --gpu, --link, and for its model, unless --model is given")
     add("--batch", type=positive_int, help="sequences per step (default: 2 per GPU)")
-    add("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
+    add("--seq-len", type=positive_int, default=8192, help="tokens per sequence")
     add("--document-length", type=nonnegative_int, default=0,
         help="tokens per document, where a sequence holds several and attention stays within "
              "them; 0 for whole sequences")
     add("--tokens", type=positive_float,
         help="also print the days and GPU-hours to train on so many tokens, such as 15e12")
-    add("--dollars", type=positive_float, help="with --tokens: what an hour of a GPU costs")
     add("--lora", choices=["finetune_lora", "preferences"], nargs="?", const="finetune_lora",
         help="train adapters as this script does, which changes what a step computes")
     add_adapter_flags(parser)
@@ -157,7 +139,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     defaults |= dict(dtype="bfloat16", compile="compiled", optimizer="adamw")
     names = [name for name in FLAGS if name != "offload"]  # of parameters: never planned
     add_parallel_flags(group, names, **defaults)
-    parser.set_defaults(**dict.fromkeys(FILTERS))
+    parser.set_defaults(**dict.fromkeys(FILTERS), dtype="bfloat16", compile=True)
     add("--top", type=positive_int, default=12, help="rows of the table")
     add_json_flag(parser)
     add("--check", action="store_true",
@@ -209,12 +191,6 @@ def compare(args: argparse.Namespace) -> str:
     return measure_compare(works, process, args.repeats, flags, args.json)
 
 
-def comm(args: argparse.Namespace) -> str:
-    world = with_mesh(init_distributed())
-    world.check_same_flags(vars(args))
-    return measure_comm(world, args.model, args.microbatch, args.seq_len, args.repeats, args.out)
-
-
 def step(args: argparse.Namespace) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
     if args.lora:
@@ -264,23 +240,12 @@ def equal(args: argparse.Namespace) -> str:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
-    if args.measured:
-        report, machine = read_measurement(args.measured)
-        args.gpus, defaults = report["ranks"], report["compute"] | {"compile": False}
-    else:
-        machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
-        defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
-    for name in ("model", "seq_len", "dtype", "compile"):
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[name])
-    if args.dollars and not args.tokens:
-        raise UserError("--dollars is for the cost of a run: give --tokens, too")
-    if args.dtype != defaults["dtype"] and (args.measured or args.gpu.lower() in GPUS):
+    machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
+    if args.dtype != "bfloat16" and args.gpu.lower() in GPUS:
         raise UserError(
-            f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "
-            f"{defaults['dtype']}: leave it out, or give that of {args.dtype} as --gpu in numbers"
+            f"--dtype {args.dtype}: what is known of {machine.name} is its speed in bfloat16: "
+            f"leave it out, or give that of {args.dtype} as --gpu in numbers"
         )
     work = Work(
         model=model_of(args),
@@ -289,18 +254,17 @@ def plan(args: argparse.Namespace) -> str:
         microbatch=1,
         seq_len=args.seq_len,
         document=args.document_length,
-        on_gpu=machine.overlaps,  # as NCCL does, and not gloo
+        on_gpu=True,
         references=int(args.lora == "preferences"),
     )
     wanted = {name: getattr(args, name) for name in FILTERS}
     question = Question(args.model, work, machine, args.gpus, wanted)
-    return plan_cluster(question, args.top, args.tokens, args.dollars, args.json, args.check)
+    return plan_cluster(question, args.top, args.tokens, args.json, args.check)
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, compare),
     "compare": (add_compare_flags, compare),
-    "comm": (add_comm_flags, comm),
     "step": (add_step_flags, step),
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),

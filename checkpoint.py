@@ -10,7 +10,7 @@
     OUT/best                    a link to the checkpoint with the lowest validation loss, if kept
 
     python checkpoint.py import SRC DST                     Meta's or Hugging Face's files -> ours
-    python checkpoint.py export SRC DST --format hf|meta    ours -> Meta's or Hugging Face's files
+    python checkpoint.py export SRC DST --format hf         ours -> Hugging Face's files
     python checkpoint.py export SRC DST --format gguf       ours -> DST/model.gguf for llama.cpp
     python checkpoint.py merge SRC ADAPTER DST              a model with an adapter added -> ours
 
@@ -33,7 +33,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -351,9 +351,9 @@ def write_checkpoint(
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: DType | None) -> None:
-    """Write a directory in the format of Hugging Face (`hf`), Meta (`meta`) or llama.cpp (`gguf`).
-    Weights keep their dtype if `dtype` is None. Raises UserError for a model that other programs
-    would load as another one."""
+    """Write a directory in the format of Hugging Face (`hf`) or llama.cpp (`gguf`). Weights keep
+    their dtype if `dtype` is None. Raises UserError for a model that other programs would load as
+    another one."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_is_published(config, stored)
@@ -370,14 +370,9 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
             fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm", "qkv_bias")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
-        elif format == "meta":  # its files have no max_seq_len
-            formats.save_meta(temporary, config, stored)
-            read_back = replace(open_weights(temporary)[0], max_seq_len=config.max_seq_len)
         else:
             formats.save_hf(temporary, config, stored, tokenizer)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if tokenizer and format == "meta":
-            tokenizer.save(temporary)
         if read_back != config:
             raise UserError(
                 f"--format {format} cannot hold the model in {source}: it would be read back with "
@@ -411,8 +406,8 @@ def main() -> None:
             command.add_argument("adapter", type=Path, help="a LoRA run, or PEFT's files")
         command.add_argument("target", type=Path, help="a directory that does not exist yet")
     importer.add_argument("--tokenizer", help="tokenizer name or file (default: the source's)")
-    exporter.add_argument("--format", choices=["hf", "meta", "gguf"], required=True,
-                          help="files to write: Hugging Face's, Meta's or llama.cpp's")  # fmt: skip
+    exporter.add_argument("--format", choices=["hf", "gguf"], required=True,
+                          help="files to write: Hugging Face's or llama.cpp's")  # fmt: skip
     exporter.add_argument("--dtype", choices=["float32", "bfloat16", "float16", Q8_0],
                           help="dtype of the weights (default: the source's)")  # fmt: skip
     args = parser.parse_args()

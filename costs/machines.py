@@ -61,7 +61,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of one process, from data sheets or measured."""
+    """The hardware of one process, from data sheets."""
 
     name: str
     peak: float  # FLOP/s of dense matrix products in bfloat16
@@ -74,9 +74,6 @@ class Machine:
     attention_fraction: float = 1.0  # of the peak, reached by attention
     flash_fraction: float = 1.0  # likewise within documents, and with cp
     overlaps: bool = True  # whether collectives run beside computation
-    latency: float = 10e-6  # seconds to start a collective; assumed
-    fsdp_overhead: float = 0.0  # seconds per microbatch
-    measured: bool = False  # by bench.py comm
     recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
     caveat: str = ""
 

@@ -26,7 +26,6 @@ ACTIVATIONS = {
     "full": dict(checkpointing="full", offload_activations=False),
     "full, on CPU": dict(checkpointing="full", offload_activations=True),
 }
-LESS_STATE = dict(optimizer="adamw", moments="bfloat16")
 
 
 def usable_memory(device: torch.device) -> int:

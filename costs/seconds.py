@@ -5,7 +5,6 @@
     recompute  the same for what backward recomputes under activation checkpointing
     passes     what norms, RoPE, SwiGLU, residual sums, the loss and FSDP's copies read and write,
                recomputation included: bytes / memory bandwidth
-    handling   overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer  what clipping and the optimizer read and write; with Muon also the products that
                orthogonalize, and what ranks send each other for them
     cpu        by how much copies of offloaded activations to the CPU take longer than forward, and
@@ -38,6 +37,7 @@ from techniques.pipeline import layers_of, part_of
 from techniques.schedules import STEADY, has_w, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
+LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
 CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
 
@@ -106,7 +106,6 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     of_ranks = [of_stages[rank :: p.pp] for rank in range(p.pp)]
     busiest = max(range(p.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
     parts = {name: m * sum(s[name] for s in of_ranks[busiest]) for name in of_stages[0]}
-    parts["handling"] = machine.fsdp_overhead * m if p.strategy.uses_fsdp else 0.0
     traffic, state = sends(work, busiest), holds(work, busiest)
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     messages = {key: nbytes for key, (_, nbytes) in traffic.items() if key[1] != "all-to-all"}
@@ -199,14 +198,14 @@ def collective_time(
     if in_node > 1:
         speed = min(speed, machine.node_link)
     if collective == "send":  # to one other rank, which may be in another node
-        return machine.latency + nbytes / (machine.node_link if nodes == 1 else machine.link)
+        return LATENCY + nbytes / (machine.node_link if nodes == 1 else machine.link)
     if collective == "all-to-all":
         nbytes *= (n - 1) / n if dim in OWN_GROUPS else 1  # of Muon's, only what leaves counts
         to_node, across = ((part / (n - 1)) * nbytes for part in (in_node - 1, n - in_node))
-        return machine.latency + max(to_node / machine.node_link, across / machine.link)
+        return LATENCY + max(to_node / machine.node_link, across / machine.link)
     rounds = 2 if collective == "all-reduce" else 1
     hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
-    return machine.latency + rounds * (hops + (n - 1) / n * nbytes / speed)
+    return LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
 
 
 def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:

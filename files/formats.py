@@ -1,4 +1,4 @@
-"""Read and write the model directories of Hugging Face and of Meta.
+"""Read the model directories of Hugging Face and of Meta, and write Hugging Face's.
 
 Both hold the same weights. They differ in the names of the weights, in the order of the rows of wq
 and wk, in the number of files, and in how they describe the model's shape. Opening either gives a
@@ -375,9 +375,8 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
 
         vocab_size, ffn_dim   the sizes of their matrices
         tie_embeddings        there is no output, or its shards equal those of the embedding
-        rope_scaling          1 without use_scaled_rope; else rope_scaling_factor, which save_meta
-                              writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
-                              and 8 for others
+        rope_scaling          1 without use_scaled_rope; else rope_scaling_factor, if it is there;
+                              else 32 for tied embeddings (Llama 3.2 1B and 3B), 8 for others
         max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without"""
     path = directory / "params.json"
     files = sorted(filter(Path.is_file, directory.glob("consolidated.*.pth")))
@@ -438,27 +437,3 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise UserError(f"{path} is no Llama: it holds more than named tensors")
     return {name: weight for name, weight in content.items() if name != "rope.freqs"}
-
-
-def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
-    """Write params.json and one consolidated.00.pth. The full model must fit in the CPU's memory.
-
-    max_seq_len is lost, since params.json has no field for it. The output is always written, since
-    Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
-    int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
-    of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
-    if published.model_type(config) != "llama" or config.q_dim != config.dim:
-        raise UserError(
-            "Meta's format has no qkv_bias, qk_norm and head_dim, nor others: export to another"
-        )
-    tensors = {name: weight.read().clone() for name, weight in weights.items()}
-    tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
-    torch.save(tensors, directory / "consolidated.00.pth")
-    params = {name: getattr(config, name) for name in META_FIELDS}
-    params |= {"vocab_size": config.vocab_size, "multiple_of": config.ffn_dim}
-    params["ffn_dim_multiplier"] = config.ffn_dim / int(8 * config.dim / 3)
-    if config.rope_scaling != 1.0:
-        params["use_scaled_rope"] = True
-    if config.rope_scaling not in (1.0, 32.0 if config.tie_embeddings else 8.0):
-        params["rope_scaling_factor"] = config.rope_scaling
-    (directory / "params.json").write_text(json.dumps(params, indent=1), "utf-8")

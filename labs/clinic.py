@@ -7,7 +7,7 @@
 
 Each run is a copy of the project in out/clinic, and a command. Some are sick in a flag, some in a
 line of code. You may measure as much as you like: in the copy with `step`, and in the project with
-`bench.py step`, `compare`, `comm` and `plan`. Then answer once: the number of the fault, the cure
+`bench.py step`, `compare` and `plan`. Then answer once: the number of the fault, the cure
 (flags, or the function of parallel.py or techniques/ to mend), and by which factor the cure reduces
 what is too large. The cure is tried, and you get a point for each of the three.
 """

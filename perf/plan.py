@@ -1,7 +1,6 @@
 """`bench.py plan`: predict memory, traffic and time of every plan for a cluster, on a laptop.
 
-    python bench.py plan --model llama3.1-8b --gpus 16     a cluster known from data sheets
-    python bench.py plan --measured comm.json              the cluster that bench.py comm measured
+    python bench.py plan --model llama3.1-8b --gpus 16
 
 A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
 schedule, a treatment of activations, a microbatch size and a value of --reshard
@@ -10,7 +9,6 @@ best plan and the command that starts it; then a table has the best plan of each
 loses.
 """
 
-import contextlib
 import gc
 import math
 from collections.abc import Iterator
@@ -18,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
-from costs.machines import FITTED, GPUS, Machine
+from costs.machines import FITTED, Machine
 from costs.plans import Plan, every_plan, order, tp_sizes
-from costs.search import LESS_STATE, USABLE_FRACTION
+from costs.search import USABLE_FRACTION
 from costs.shapes import flops_per_token
-from lora import LoRA, adapter_settings
+from lora import adapter_settings
 from parallel import refusal
 from perf.emulated import emulation_table
 from perf.instruments import build_on_meta, check_writable, write_json
@@ -83,16 +81,11 @@ class Question:
 
 
 def plan_cluster(
-    question: Question,
-    top: int,
-    tokens: float | None,
-    dollars: float | None,
-    json_file: Path | None,
-    check: bool,
+    question: Question, top: int, tokens: float | None, json_file: Path | None, check: bool
 ) -> str:
     """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
-    takes, and costs at `dollars` an hour of a GPU; then the best plans of `top` meshes. With
-    `json_file`, also write all plans to it; with `check`, emulate the best.
+    takes; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
+    `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable("--json", json_file)
@@ -101,7 +94,7 @@ def plan_cluster(
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
-        raise UserError(explain_nothing_fits(question, plans[0]))
+        raise UserError(explain_nothing_fits(plans[0]))
     if json_file:  # here alone each plan is timed, whether it fits or not
         write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
@@ -114,7 +107,7 @@ def plan_cluster(
     lines = [
         *([f"{machine.name}: {machine.caveat}"] if machine.caveat else []),
         describe_best(best, question),
-        *([about_run(best, tokens, dollars)] if tokens else []),
+        *([about_run(best, tokens)] if tokens else []),
         "",
         *commands(best, question),
         "",
@@ -135,7 +128,6 @@ PART_NAMES = {
     "recompute": "recomputing",
     "passes": "memory traffic",
     "optimizer": "the optimizer",
-    "handling": "FSDP's code",
     "cpu": "copies to the CPU",
 } | {dim: f"waiting for {dim}" for dim in DIMS}
 
@@ -150,14 +142,14 @@ def describe_best(plan: Plan, question: Question) -> str:
         bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
     flops = flops_per_token(work.model, work.document or work.seq_len) * plan.tokens_per_second
-    mfu = "" if plan.machine.measured else f", MFU {flops / plan.machine.peak:.0%}"
+    mfu = flops / plan.machine.peak
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
     sentences = [
         f"{what}, on {question.gpus} x {plan.machine.name}: {name_of(plan)}, "
         f"activations {plan.activations}, microbatches of {work.microbatch}: "
         f"{plan.seconds:,.3g} s a step, "
-        f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu}.",
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU, MFU {mfu:.0%}.",
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
@@ -165,7 +157,7 @@ def describe_best(plan: Plan, question: Question) -> str:
         sentences.append(
             "On an H200 such predictions were 6 % too fast with F = 14,336, 25 % with F = 768."
         )
-    elif not (plan.machine.measured or plan.machine.caveat):
+    elif not plan.machine.caveat:
         spread = SPREAD[kind_of(parallel)]
         sentences.append(
             f"Nine of ten published speeds are within {spread:.0%} of such a prediction (fitted "
@@ -185,13 +177,11 @@ def name_of(plan: Plan) -> str:
     return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
 
 
-def about_run(plan: Plan, tokens: float, dollars: float | None) -> str:
-    """Return in a sentence what training on so many tokens takes, and costs at so many `dollars`
-    for a GPU and hour."""
+def about_run(plan: Plan, tokens: float) -> str:
+    """Return in a sentence what training on so many tokens takes."""
     hours = tokens / (plan.work.batch * plan.work.seq_len) * plan.seconds / 3600
     gpu_hours = hours * plan.work.parallel.size
-    cost = f", ${gpu_hours * dollars:,.0f}" if dollars else ""
-    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours{cost}."
+    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours."
 
 
 def commands(plan: Plan, question: Question) -> list[str]:
@@ -258,14 +248,14 @@ def reason(plan: Plan, best: Plan, machine: Machine) -> str:
         return "the fastest"
     additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
-    spread = 0.0 if machine.measured else SPREAD[kind_of(plan.work.parallel)]
+    spread = SPREAD[kind_of(plan.work.parallel)]
     tie = "a tie, " if plan.seconds < best.seconds * (1 + spread) else ""
     return f"{tie}{additional[part]:+.2g} {PART_NAMES[part].removeprefix('waiting for ')}"
 
 
 def machine_in_words(machine: Machine) -> str:
     return (
-        f"{machine.name}, {'measured' if machine.measured else 'as published steps reach it'}: "
+        f"{machine.name}, as published steps reach it: "
         f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of products, "
         f"{machine.bandwidth / 1e9:,.0f} GB/s of memory, {machine.node_link / 1e9:,.3g} GB/s in a "
         f"node of {machine.per_node}, {machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
@@ -307,50 +297,11 @@ def explain_no_plan(question: Question) -> str:
     return f"no plan for --batch {batch} on {gpus} GPUs has {fixed}: leave out some of these flags"
 
 
-def savings(question: Question) -> Iterator[tuple[str, str, Question]]:
-    """Yield changes that save memory, of each kind the smallest first: the kind, the flags, and the
-    question that they ask."""
-    work, machine, lora = question.work, question.machine, adapter_settings(question.work.model)
-
-    def changed(**fields) -> Question:
-        return replace(question, work=replace(work, **fields))
-
-    def with_adapters(lora: LoRA, **options) -> Question:
-        plain = ParallelConfig(dtype=work.parallel.dtype, compile=work.parallel.compile)
-        return changed(model=build_on_meta(work.model.config, lora, **options), parallel=plain)
-
-    smaller = replace(work.parallel, **LESS_STATE)
-    yield "state", flags_of(smaller, work.parallel), changed(parallel=smaller)
-    if not lora:
-        with contextlib.suppress(UserError):  # of matrices that can have no adapter
-            yield "adapters", "--lora", with_adapters(LoRA())
-            yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
-    elif not question.in_4_bits:
-        yield "base", "--base-bits 4", with_adapters(lora, base_bits=4)
-    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
-        gpus = question.gpus * factor
-        batch = max(work.batch, gpus)
-        if gpus <= machine.per_node or gpus % machine.per_node == 0:
-            yield "GPUs", f"--gpus {gpus} --batch {batch}", replace(changed(batch=batch), gpus=gpus)
-    seq_len = work.seq_len
-    while seq_len > 512 and seq_len // 2 >= work.document:
-        seq_len //= 2
-        yield "length", f"--seq-len {seq_len}", changed(seq_len=seq_len)
-
-
-def explain_nothing_fits(question: Question, smallest: Plan) -> str:
-    """Return the error message where no plan fits in memory: what the smallest plan needs, and
-    which smaller state or base, larger cluster, shorter sequence or larger GPU would do."""
-    remedies = {}
-    for kind, flags, changed in savings(question):
-        if kind not in remedies and any(plan.fits for plan in changed.plans()):
-            remedies[kind] = flags
-    needed, usable = smallest.memory["peak"], USABLE_FRACTION * question.machine.memory
-    large = [name for name, gpu in GPUS.items() if gpu.memory >= needed / USABLE_FRACTION / 1e9]
-    if large and not question.machine.measured:
-        remedies["GPU"] = f"--gpu {large[0]}"
+def explain_nothing_fits(smallest: Plan) -> str:
+    """Return the error message where no plan fits in memory: what the smallest plan needs."""
+    needed, usable = smallest.memory["peak"], USABLE_FRACTION * smallest.machine.memory
     return (
         f"nothing fits: a GPU of the smallest plan ({name_of(smallest)}) needs "
-        f"{needed / 1e9:,.4g} GB of {usable / 1e9:,.4g}; what would fit: "
-        f"{', or '.join(remedies.values()) or 'a smaller model'}"
+        f"{needed / 1e9:,.4g} GB of {usable / 1e9:,.4g}: give more --gpus, a --gpu with more "
+        f"memory, a shorter --seq-len, --moments bfloat16, or adapters by --lora --base-bits 4"
     )

@@ -11,6 +11,10 @@ LAST_COMMIT = "86671ca"  # the last that has what went after 2026-11-27
 
 # A flag, a flag and its value, or a script and its command -> what a user has to know.
 RETIRED = {
+    ("--dollars",): "multiply the GPU-hours that --tokens prints by what one costs",
+    ("--format", "meta"): "use --format hf, which other programs read",
+    ("--measured",): "nccl-tests measure links: give their speed to bench.py plan as --link",
+    ("bench.py", "comm"): "nccl-tests measure links, whose speed bench.py plan takes as --link",
     ("bench.py", "drill"): "tests/workers/drill.py kills ranks, and tests run it",
     ("bench.py", "gpu"): "use python docs/gpu.py --part A --out gpu.json",
     ("bench.py", "lora"): "use bench.py limit --lora",

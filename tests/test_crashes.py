@@ -179,7 +179,7 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     refused(result, *parts)
 
 
-@pytest.mark.parametrize("command", ["import", "export --format hf", "export --format meta"])
+@pytest.mark.parametrize("command", ["import", "export --format hf"])
 def test_what_is_not_written_is_named(run, tmp_path, command):
     """Nothing is left of it, either."""
     kind, *options = command.split()

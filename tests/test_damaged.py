@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_formats import our_model, saved, saved_hf, stored
+from test_formats import our_model, save_shards, saved, saved_hf
 from test_published import write
 
 import report
@@ -106,7 +106,7 @@ NEVER_REFUSED = "run/metrics.jsonl"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("files")
-    for name in ("texts", "meta", "adapter", "run"):
+    for name in ("texts", "adapter", "run"):
         (home / name).mkdir()
     text = "".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(300))
     (home / "text.txt").write_text(text)
@@ -116,7 +116,7 @@ def files(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "MAX_FILE_BYTES", 20_000)
         saved_hf(home / "hf", model, tokenizer)
-    formats.save_meta(home / "meta", CONFIG, stored(model))
+    save_shards(home / "meta", CONFIG, [model.state_dict()])
     add_adapters(model, lora := LoRA(rank=2))
     save_adapter(home / "adapter", lora, CONFIG, gather_adapters(model), "hf")
     write(home / "yi", "yi")

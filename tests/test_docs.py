@@ -174,7 +174,6 @@ SMALL = {  # what is appended to the commands
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
-    "bench.py comm": "--model tiny --seq-len 32 --repeats 1",
     "bench.py step": "--model tiny --dim 96 --n-heads 4 --n-kv-heads 2 --ffn-dim 288 --batch 16 "
     "--microbatch 1 --seq-len 32 --repeats 1",
 }

@@ -142,12 +142,12 @@ def meta_shards(model: Llama, n: int, by_rows_only: bool) -> list[dict[str, torc
     return [{name: shard(name, weight, i) for name, weight in weights} for i in range(n)]
 
 
-def save_shards(directory: Path, config: LlamaConfig, shards: list[dict]) -> None:
+def save_shards(directory: Path, config: LlamaConfig, shards: list[dict], **more) -> None:
     params = dict(dim=config.dim, n_layers=config.n_layers, n_heads=config.n_heads,
                   n_kv_heads=config.n_kv_heads, vocab_size=-1, norm_eps=1e-5, multiple_of=16,
                   rope_theta=500000.0, use_scaled_rope=config.rope_scaling != 1)  # fmt: skip
     directory.mkdir(exist_ok=True)
-    (directory / "params.json").write_text(json.dumps(params))
+    (directory / "params.json").write_text(json.dumps(params | more))
     for i, shard in enumerate(shards):
         torch.save(shard | {"rope.freqs": torch.ones(4)}, directory / f"consolidated.{i:02d}.pth")
 
@@ -168,30 +168,13 @@ def test_metas_shards_are_joined(config, n, by_rows_only, tmp_path):
         assert loaded.config == config and equal(loaded, model)
 
 
-def test_metas_feed_forward_width(tmp_path):
-    """Meta's code computes it from params.json, by the formula in its model.py."""
-    fake = {"tok_embeddings.weight": StoredTensor.of(torch.zeros(1))}
-    for dim, ffn_dim in [(48, 80), (2048, 8192), (4096, 14_336), (8192, 28_672), (64, 251)]:
-        formats.save_meta(tmp_path, LlamaConfig(dim, 1, 4, 4, ffn_dim, vocab_size=8), fake)
-        params = json.loads((tmp_path / "params.json").read_text())
-        width = int(params["ffn_dim_multiplier"] * int(2 * 4 * dim / 3))
-        multiple = params["multiple_of"]
-        assert multiple * ((width + multiple - 1) // multiple) == ffn_dim
-
-
 def test_the_scaling_factor_that_params_json_lacks(tmp_path):
-    others = replace(SCALED, rope_scaling=32.0)
-    for config in (SCALED, SMALL, PLAIN, others):
-        formats.save_meta(tmp_path, config, stored(our_model(config)))
-        params = json.loads((tmp_path / "params.json").read_text())
-        assert ("rope_scaling_factor" in params) == (config is others)
+    """By default it is that of the published models: 32 for tied embeddings, else 8."""
+    for config in (SCALED, SMALL, PLAIN):
+        save_shards(tmp_path, config, [our_model(config).state_dict()])
         assert formats.open_meta(tmp_path)[0] == config
-
-
-def test_metas_format_has_no_qwen(tmp_path):
-    for config in (QWEN2, QWEN3, replace(QWEN3, qk_norm=False), MIXTRAL):
-        with pytest.raises(UserError, match="no qkv_bias, qk_norm and head_dim"):
-            formats.save_meta(tmp_path, config, {})
+    save_shards(tmp_path, SCALED, [our_model(SCALED).state_dict()], rope_scaling_factor=4.0)
+    assert formats.open_meta(tmp_path)[0] == replace(SCALED, rope_scaling=4.0)
 
 
 # -------------------------------------------------------------------------------- round trips
@@ -199,7 +182,7 @@ def test_metas_format_has_no_qwen(tmp_path):
 
 @pytest.mark.parametrize("config, dtype", [(PLAIN, torch.float32), (SMALL, torch.bfloat16)])
 def test_round_trips_are_bit_identical(config, dtype, tmp_path):
-    """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first. A norm stays in
+    """hf -> ours -> hf -> ours: the second safetensors file equals the first. A norm stays in
     float32. No hidden directory is left behind, nor is another one removed."""
     model, hf = our_model(config, dtype), tmp_path / "hf"
     weights = stored(model)
@@ -208,10 +191,9 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     formats.save_hf(hf, config, weights)
     (tmp_path / ".hf2").mkdir()
     import_weights(hf, tmp_path / "a", None)
-    export_weights(tmp_path / "a", tmp_path / "meta", "meta", None)
-    import_weights(tmp_path / "meta", tmp_path / "b", None)
-    export_weights(tmp_path / "b", tmp_path / "hf2", "hf", None)
-    for place in ("hf", "a", "meta", "b", "hf2"):
+    export_weights(tmp_path / "a", tmp_path / "hf2", "hf", None)
+    import_weights(tmp_path / "hf2", tmp_path / "b", None)
+    for place in ("hf", "a", "hf2", "b"):
         loaded = load_pretrained(tmp_path / place, dtype)
         assert loaded.config == config and equal(loaded, model), place
     first, last = (tmp_path / place / "model.safetensors" for place in ("hf", "hf2"))
@@ -388,8 +370,10 @@ UNFIT = [
 
 @pytest.mark.parametrize("file, changes, message", UNFIT, ids=str)
 def test_configs_that_do_not_fit_are_refused(file, changes, message, tmp_path):
-    save = formats.save_hf if file == HF else formats.save_meta
-    save(tmp_path, PLAIN, stored(our_model(PLAIN)))
+    if file == HF:
+        formats.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)))
+    else:
+        save_shards(tmp_path, PLAIN, [our_model(PLAIN).state_dict()])
     content = json.loads((tmp_path / file).read_text()) | changes
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as error:

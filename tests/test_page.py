@@ -26,7 +26,6 @@ from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
-from perf.measured import measured_machine
 from perf.plan import SPREAD
 from techniques import float8, offload, optimizers
 
@@ -209,35 +208,11 @@ calibrate = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/calibrate.py")))
 FITS = json.loads(calibrate.RESULTS.read_text())
 
 
-def measurement() -> dict:
-    """A report as bench.py comm --model tiny writes it, with round numbers."""
-    computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
-    computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
-    computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
-    groups = {"world": {"ranks": 2, "times": {"all-gather": [(1024, 0.001), (1 << 20, 0.1)]}}}
-    return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
-            "groups": groups, "compute": computed}  # fmt: skip
-
-
 def test_machines_by_name_and_by_numbers():
     assert (H100.peak, H100.memory, H100.bandwidth, H100.link) == (989.4e12, 80e9, 3.35e12, 50e9)
     by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
     assert (by_numbers.peak, by_numbers.memory, by_numbers.link) == (312e12, 80e9, 12.5e9)
     assert link_speed("400gbit") == link_speed("400Gb/s") == link_speed("50GB") == 50e9
-
-
-def test_a_measured_machine_reproduces_its_measurement():
-    """A step of two microbatches like the measured one, on two ranks."""
-    machine = measured_machine(measurement())
-    work = step_of(build_on_meta(PRESETS["tiny"]), ParallelConfig(replicate=2), 2, 2, 128)
-    parts = step_time(work, machine)
-    assert parts["products"] + parts["passes"] == pytest.approx(2 * 0.2)
-    assert parts["optimizer"] == pytest.approx(0.01)
-    ((calls, nbytes),) = sends(work).values()  # an all-reduce is two times an all-gather
-    expected = 2 * 0.1 * nbytes / (1 << 20) + 0.001 * calls
-    assert parts["replicate"] == pytest.approx(expected, rel=0.01)
-    fsdp = step_time(replace(work, parallel=ParallelConfig(dp="fsdp", shard=2)), machine)
-    assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
 
 
 def test_computation_of_a_block():

@@ -119,8 +119,7 @@ REFUSALS = """
 # ------------------------------------------------------------------------------ bench.py plan
 1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
 1 | plan --document-length 9000 | exceeds --seq-len 8192
-1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72 ... would fit: --lora, or --gpus 2
-1 | plan --gpus 1 --per-node 1 --gpu h200 --seq-len 16384 | would fit: --moments bfloat16, or
+1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'

@@ -1,11 +1,10 @@
-"""bench.py step, compare, limit and comm: what they measure and count, and what they say of it.
+"""bench.py step, compare and limit: what they measure and count, and what they say of it.
 
 How long anything takes is not tested."""
 
 import json
 import re
 from dataclasses import replace
-from datetime import datetime
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from config import DIMS, ParallelConfig, Work, flags_of
 from costs.page import holds, sends, sent_bytes
 from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
-from perf import comm
 from perf import verdict as rules
 from perf.compare import Cost, compare_losses, default_contestants
 from perf.instruments import build_on_meta, megabytes, random_batch
@@ -313,25 +311,3 @@ def test_limit(more):
     found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
     assert found[2:] == (more[:2] or ["bare", "transformers", "one"])
     assert "losses of the first step agree" in out
-
-
-def test_comm(tmp_path):
-    """Two ranks on one node: a single kind of group with every collective."""
-    file = tmp_path / "comm.json"
-    succeed("bench.py", "comm", "--repeats=2", "--out", file, nproc=2)
-    report = json.loads(file.read_text())
-    facts = dict(device="cpu", backend="gloo", ranks=2, per_node=2, torch=torch.__version__)
-    assert {name: report[name] for name in facts} == facts
-    assert datetime.fromisoformat(report["date"]).tzinfo
-    times = report["groups"]["world"]["times"]
-    assert list(times) == ["all-reduce", "all-gather", "reduce-scatter"]
-    for points in times.values():
-        assert [nbytes for nbytes, _ in points] == comm.SIZES
-        assert all(seconds > 0 for _, seconds in points)
-
-
-def test_bus_bandwidth():
-    """A million bytes in a millisecond, by the table in nccl-tests' doc/PERFORMANCE.md."""
-    for collective, factor in (("all-reduce", 7 / 4), ("all-gather", 7 / 8)):
-        assert comm.bus_bandwidth(collective, 8, 10**6, 1e-3) == pytest.approx(factor * 1e9)
-    assert comm.bus_bandwidth("reduce-scatter", 2, 10**6, 1e-3) == pytest.approx(0.5e9)
