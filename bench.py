@@ -20,131 +20,156 @@ python bench.py plan --model llama3.1-70b --gpus 64 [--check]
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
-import itertools
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import finetune_lora
 import preferences
 import rewards
 import train
-from config import FLAGS, Work, add_parallel_flags, in_float64, requested_parallel
+from config import FLAGS, LAYOUTS, ParallelConfig, Work, decided, in_float64
 from costs.machines import GPUS, assumed_machine
-from costs.plans import FILTERS
 from costs.search import SAME_TRAINING, with_mesh_sizes
-from data import local_batch, row_of
-from evaluate import Prediction
+from data import local_batch
+from finetune_lora import Script
 from lora import LoRA
 from model import PRESETS, Llama
-from parallel import with_mesh
+from parallel import World, with_mesh
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
+from plumbing import processes
+from plumbing.flags import (
+    add_flags,
+    as_json,
+    flag,
+    other_default,
+    parse,
+    record_of,
+    values_of,
+    within,
+)
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, init_distributed
+from runs import rules
 from runs.equal import compare_steps
-from runs.flags import add_pretraining_flags
+from runs.flags import Pretraining, Run
+from runs.records import Totals
 from runs.rules import check_batch, check_parallel, check_work, requested_work
-from runs.setup import build, choose_work, prepare_pretraining, setup
+from runs.setup import build, choose_work, join, prepare_pretraining, steps_of
+from task import Task
 from techniques.optimizers import make_optimizer
+from text.batch import Batch
+from text.order import Order, Steps
 
 SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
+PARALLELISM = "parallelism: only plans with the given values"
+JSON = dict(type=Path, metavar="FILE")
 
 # fmt: off
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+@dataclass(frozen=True)
+class Comparison:
+    """The same step, distributed and computed in different ways."""
+
+    contestants: tuple[str, ...] = flag((),
+        "a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
+        f"'fsdp --reshard none'. {', '.join(SAME_TRAINING)}: values of --dp; wrong: hsdp that "
+        "shards across nodes; one: rank 0 alone; bare: its matrix products alone; transformers: "
+        "transformers' model and peft's adapters. All are in memory at once (default for compare: "
+        "strategies, and ways to keep activations; for limit: bare transformers one)",
+        is_positional=True, nargs="*", metavar="CONTESTANT")
+    model: str = flag("tiny", "preset", choices=PRESETS)
+    batch: int = flag(8, "sequences per step, over all processes")
+    microbatch: int | None = flag(1, "sequences that a process computes at a time (default: 1; "
+                                  "for limit: all)", type=positive_int)
+    seq_len: int = flag(128, "tokens per sequence")
+    repeats: int = flag(5, "rounds of all contestants")
+    lora: bool = flag(False, "train adapters, as finetune_lora.py does")
+    rank: int = flag(8, "with --lora: rank of the adapters")
+    dora: bool = flag(False, "with --lora: train the lengths of rows too")
+    base_bits: int = flag(16, "with --lora: 4 keeps the frozen matrices of the blocks in 4 bits",
+                          type=int, choices=[16, 4])
+    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], told=dict(dtype="float32"),
+                                      dtype=torch.float32)
+    json: Path | None = flag(None, "file for the results as JSON", **JSON)
 
 
-def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rank", type=positive_int, default=8, help="with --lora: rank of the adapters")
-    add("--dora", action="store_true", help="with --lora: train the lengths of rows too")
-    add("--base-bits", type=int, choices=[16, 4], default=16,
-        help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
+@dataclass(frozen=True)
+class Limit(Comparison):
+    """A training step beside the bare matrix products of a step, and beside transformers'."""
+
+    contestants: tuple[str, ...] = other_default(Comparison, "contestants",
+                                                 ("bare", "transformers", "one"))
+    model: str = other_default(Comparison, "model", "medium")
+    batch: int = other_default(Comparison, "batch", 4)
+    microbatch: int | None = other_default(Comparison, "microbatch", None)
+    seq_len: int = other_default(Comparison, "seq_len", 512)
+    repeats: int = other_default(Comparison, "repeats", 11)
 
 
-def add_compare_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("contestants", nargs="*", metavar="CONTESTANT",
-        help="a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
-             f"'fsdp --reshard none'. {', '.join(SAME_TRAINING)}: values of --dp; wrong: hsdp that "
-             "shards across nodes; one: rank 0 alone; bare: its matrix products alone; "
-             "transformers: transformers' model and peft's adapters. All are in memory at once "
-             "(default for compare: strategies, and ways to keep activations; for limit: bare "
-             "transformers one)")
-    add("--model", choices=PRESETS, default="tiny", help="preset")
-    add("--batch", type=positive_int, default=8, help="sequences per step, over all processes")
-    add("--microbatch", type=positive_int, default=1,
-        help="sequences that a process computes at a time (default: 1; for limit: all)")
-    add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
-    add("--repeats", type=positive_int, default=5, help="rounds of all contestants")
-    add_parallel_flags(parser, ["dtype"], dtype="float32")
-    add("--lora", action="store_true", help="train adapters, as finetune_lora.py does")
-    add_adapter_flags(parser)
-    add_json_flag(parser)
-    parser.set_defaults(dtype="float32")
+@dataclass(frozen=True)
+class Contestant:
+    """The flags of a contestant: of train.py's parallelism."""
+
+    parallel: ParallelConfig = within(ParallelConfig, dp="ddp", reshard="weights")
 
 
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    add_compare_flags(parser)
-    contestants = ["bare", "transformers", "one"]
-    parser.set_defaults(contestants=contestants, model="medium", batch=4, seq_len=512,
-                        microbatch=None, repeats=11)
+@dataclass(frozen=True)
+class Measurement:
+    """Where the time of a training step goes."""
+
+    lora: str | None = flag(None, "a step of this script, with its flags, in place of train.py's",
+                            choices=SCRIPTS, nargs="?", const="finetune_lora")
+    repeats: int = flag(15, "rounds of all measurements")
+    json: Path | None = flag(None, "file for the results as JSON", **JSON)
 
 
-def add_step_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the script whose step is measured, and some more."""
-    add = parser.add_argument
-    add("--lora", choices=SCRIPTS, nargs="?", const="finetune_lora",
-        help="a step of this script, with its flags, in place of train.py's")
-    add("--repeats", type=positive_int, default=15, help="rounds of all measurements")
-    add_json_flag(parser)
-    if "--lora" in sys.argv:
-        after = [*sys.argv, ""][sys.argv.index("--lora") + 1]
-        SCRIPTS.get(after, finetune_lora.SCRIPT).add_flags(parser)
-    else:
-        add_pretraining_flags(parser)
+@dataclass(frozen=True)
+class Plan:
+    """Predicted cost of every way to distribute a model over a cluster."""
 
-
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", choices=PRESETS, default="llama3.1-8b", help="preset")
-    add("--gpus", type=positive_int, default=8, help="GPUs of the whole cluster")
-    add("--per-node", type=positive_int, default=8, help="GPUs of a node")
-    add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, "
-        "memory bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s")
-    add("--link", default="400gbit",
-        help="speed of the link from each GPU to other nodes, such as 400gbit or 50GB")
-    add("--batch", type=positive_int, help="sequences per step (default: 2 per GPU)")
-    add("--seq-len", type=positive_int, default=8192, help="tokens per sequence")
-    add("--document-length", type=nonnegative_int, default=0,
-        help="tokens per document, where a sequence holds several and attention stays within "
-             "them; 0 for whole sequences")
-    add("--tokens", type=positive_float,
-        help="also print the days and GPU-hours to train on so many tokens, such as 15e12")
-    add("--lora", choices=["finetune_lora", "preferences"], nargs="?", const="finetune_lora",
-        help="train adapters as this script does, which changes what a step computes")
-    add_adapter_flags(parser)
-    add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
-    group = parser.add_argument_group("parallelism", "Only plans with the given values.")
-    defaults = dict.fromkeys(FILTERS, "all are tried")
-    defaults |= dict(dtype="bfloat16", compile="compiled", optimizer="adamw")
-    names = [name for name in FLAGS if name != "offload"]  # of parameters: never planned
-    add_parallel_flags(group, names, **defaults)
-    parser.set_defaults(**dict.fromkeys(FILTERS), dtype="bfloat16", compile=True)
-    add("--top", type=positive_int, default=12, help="rows of the table")
-    add_json_flag(parser)
-    add("--check", action="store_true",
-        help="emulate a step of rank 0 of the best plan in this process, and compare its counted "
-             "memory and traffic with the prediction")
+    model: str = flag("llama3.1-8b", "preset", choices=PRESETS)
+    gpus: int = flag(8, "GPUs of the whole cluster")
+    per_node: int = flag(8, "GPUs of a node")
+    gpu: str = flag("h100", f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, memory "
+                    "bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s")
+    link: str = flag("400gbit", "speed of the link from each GPU to other nodes, such as 400gbit "
+                     "or 50GB")
+    batch: int | None = flag(None, "sequences per step (default: 2 per GPU)", type=positive_int)
+    seq_len: int = flag(8192, "tokens per sequence")
+    document_length: int = flag(0, "tokens per document, where a sequence holds several and "
+                                "attention stays within them; 0 for whole sequences",
+                                type=nonnegative_int)
+    tokens: float | None = flag(None, "also print the days and GPU-hours to train on so many "
+                                "tokens, such as 15e12", type=positive_float)
+    lora: str | None = flag(None, "train adapters as this script does, which changes what a step "
+                            "computes", choices=["finetune_lora", "preferences"], nargs="?",
+                            const="finetune_lora")
+    rank: int = other_default(Comparison, "rank", 8)
+    dora: bool = other_default(Comparison, "dora", False)
+    base_bits: int = other_default(Comparison, "base_bits", 16)
+    microbatch: int | None = flag(None, "only plans with so many sequences at a time",
+                                  type=positive_int)
+    # Of the layouts all are tried; offloading of parameters is never planned.
+    parallel: ParallelConfig = within(
+        ParallelConfig, [name for name in FLAGS if name != "offload"], PARALLELISM,
+        dict.fromkeys(LAYOUTS, "all are tried") | dict(dtype="bfloat16", compile="compiled"),
+        **dict.fromkeys(LAYOUTS), dtype=torch.bfloat16, compile=True,
+    )
+    top: int = flag(12, "rows of the table")
+    json: Path | None = flag(None, "file for the results as JSON", **JSON)
+    check: bool = flag(False, "emulate a step of rank 0 of the best plan in this process, and "
+                       "compare its counted memory and traffic with the prediction")
 
 
 # fmt: on
@@ -153,133 +178,169 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # ------------------------------------------------------------------------------ the commands
 
 
-def model_of(args: argparse.Namespace) -> Llama:
+def model_of(asked: Comparison | Plan) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
-    if not args.lora and (args.dora or args.base_bits == 4):
+    if not asked.lora and (asked.dora or asked.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
-    lora = LoRA(args.rank, dora=args.dora) if args.lora else None
-    return build_on_meta(PRESETS[args.model], lora, base_bits=args.base_bits)
+    lora = LoRA(asked.rank, dora=asked.dora) if asked.lora else None
+    return build_on_meta(PRESETS[asked.model], lora, base_bits=asked.base_bits)
 
 
-def work_of(args: argparse.Namespace, contestant: str, process: Process) -> Work:
+def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     """Return the step of a contestant of limit or compare on these processes."""
-    parser = Parser()
-    add_parallel_flags(parser)
-    parser.set_defaults(dp="ddp", reshard="weights")
-    # Flags that a contestant does not have are those of the command.
     flags = flags_of_contestant(contestant).split()
-    args = parser.parse_args(flags, argparse.Namespace(**vars(args)))
+    wanted = parse(Contestant, flags).parallel
+    parallel = decided(wanted, dtype=asked.parallel.dtype)
     process = replace(process, size=1) if is_alone(contestant) else process
-    if args.reshard == "adapters" and not args.lora:
+    if parallel.reshard == "adapters" and not asked.lora:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
-    work = requested_work(args, model_of(args), process)
-    check_parallel(work, args.shard, process)
-    sizes = process.size, process.per_node, args.shard
-    work = replace(work, parallel=with_mesh_sizes(work.parallel, *sizes))
+    sizes = asked.batch, asked.seq_len, asked.microbatch
+    work = requested_work(parallel, model_of(asked), process, *sizes)
+    check_parallel(work, wanted.shard, process)
+    parallel = with_mesh_sizes(work.parallel, process.size, process.per_node, wanted.shard)
+    work = replace(work, parallel=parallel)
     check_batch(work)
     check_work(work)
     return work
 
 
-def compare(args: argparse.Namespace) -> str:
+def compare(asked: Comparison) -> str:
     process = init_distributed()
-    process.check_same_flags(vars(args))
-    check_writable("--json", args.json)
-    contestants = args.contestants or default_contestants(process)
-    works = {name: work_of(args, name, process) for name in contestants}
-    flags = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
-    return measure_compare(works, process, args.repeats, flags, args.json)
+    process.check_same_flags(values_of(asked))
+    check_writable("--json", asked.json)
+    contestants = asked.contestants or default_contestants(process)
+    works = {name: work_of(asked, name, process) for name in contestants}
+    flags = {name: value for name, value in values_of(asked).items() if name != "json"}
+    return measure_compare(works, process, asked.repeats, flags, asked.json)
 
 
-def step(args: argparse.Namespace) -> str:
+def script_of_step(words: list[str]) -> Script:
+    """Return the script that `bench.py step` measures, from the words of its command line."""
+    if "--lora" not in words:
+        return Script(Pretraining, open_data=None)
+    after = [*words, ""][words.index("--lora") + 1]
+    return SCRIPTS.get(after, finetune_lora.SCRIPT)
+
+
+def step(asked: Measurement, run: Run) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
-    if args.lora:
-        SCRIPTS[args.lora].complete(args)
-    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
-    args.out, args.resume = args.out or Path("out"), True
-    if args.device == "mps":
+    script = SCRIPTS[asked.lora] if asked.lora else script_of_step([])
+    run.check()
+    if run.device == "mps":
         raise UserError("bench.py step measures GPUs of CUDA, and CPUs: leave out --device mps")
-    process = setup(args)
-    check_writable("--json", args.json)
+    process, parallel = join(run)
+    check_writable("--json", asked.json)
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
-    if args.lora:
-        job, _ = finetune_lora.prepare(args, process, SCRIPTS[args.lora])
+    run = writing_nothing(run)
+    if asked.lora:
+        job, _ = finetune_lora.prepare(run, parallel, process, script)
     else:
-        job = prepare_pretraining(args, process)
-    world, runner, work = build(args, job, process, train.accumulate)
-    optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
+        job = prepare_pretraining(run, parallel, process)
+    world, runner, work = build(run, job, process, train.accumulate)
+    optimizer = make_optimizer(job.model, world.parallel, job.lr, run.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
-        group["lr"] = train.learning_rate(1, args)
-    make_task = SCRIPTS[args.lora].make_task if args.lora else Prediction
-    task = make_task(args, job, world, work, None)
-    task.begin()
-    with contextlib.closing(task.batches(itertools.count(1))) as batches:
-        given = runner, optimizer, batches, work.microbatch, args.clip, task.before_step
-        training = Training(world, job.model, *given)
-        return measure_step(training, work, args.repeats, args.json)
+        group["lr"] = train.learning_rate(1, job.lr, run.warmup, job.last_step)
+    task = script.task(run, job, world, work, sample_text=None)
+    steps = steps_of(run, job, work, newest=None)
+    task.begin(steps)
+    with contextlib.closing(batches_without_end(task, steps)) as batches:
+        options = dict(clip=run.clip, before_step=task.before_step)
+        options |= dict(loss_of=task.loss, count_of=task.count)
+        given = runner, optimizer, batches, work.microbatch
+        training = Training(world, job.model, *given, **options)
+        return measure_step(training, work, asked.repeats, asked.json)
 
 
-def equal(args: argparse.Namespace) -> str:
-    args.out, args.resume = args.out or Path("out"), True  # nothing is written
-    process = setup(args)
-    job = prepare_pretraining(args, process)
-    work, _ = choose_work(args, job.whole, job.train_set.document_mask, process)
+def writing_nothing(run: Run) -> Run:
+    """Return a run whose OUT may be that of another run, as --resume accepts it."""
+    return replace(run, out=run.out or Path("out"), resume=True)
+
+
+def batches_without_end(task: Task, steps: Steps) -> Iterator[Batch]:
+    """Yield the batches of a run's steps again and again."""
+    while True:
+        yield from task.batches(steps)
+
+
+def equal(run: Pretraining) -> str:
+    run.check()
+    run = writing_nothing(run)
+    process, parallel = join(run)
+    job = prepare_pretraining(run, parallel, process)
+    requested = rules.work_of(run, parallel, job.whole, process, job.train_set.document_mask)
+    work, _ = choose_work(requested, run.parallel.shard, process)
     world = with_mesh(process, in_float64(work.parallel))
-    rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
-    batches = job.train_set.batch(rows), local_batch(args, world, job.train_set, 1)
+    order = Order(run.batch, run.seq_len, run.seed)
+    whole = job.train_set.batch(order.rows(1, job.train_set.sources))
+    own = local_batch(order, world, job.train_set, 1)
 
-    def update(model, loss, batch, world):
-        optimizer = make_optimizer(model, work.parallel, args.lr, args.weight_decay)
-        return train.update(optimizer, loss, batch, 1.0, world, step=1)
+    def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
+        optimizer = make_optimizer(model, work.parallel, job.lr, run.weight_decay)
+        sizes = batch.count(), batch.text_bytes
+        return train.update(optimizer, loss, *sizes, clip=1.0, world=world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
-    first = compare_steps(job.whole.config, job.initialize, *batches, world, accumulate, update)
+    given = whole, own, world, accumulate, update
+    first = compare_steps(job.whole.config, job.initialize, *given)
     return f"the steps differ {first}" if first else "the steps are equal"
 
 
-def plan(args: argparse.Namespace) -> str:
+def plan(asked: Plan) -> str:
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
-    machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
-    if args.dtype != "bfloat16" and args.gpu.lower() in GPUS:
+    machine = assumed_machine(asked.gpu, asked.link, asked.per_node, "cudnn")
+    dtype = as_json(asked.parallel.dtype)
+    if dtype != "bfloat16" and asked.gpu.lower() in GPUS:
         raise UserError(
-            f"--dtype {args.dtype}: what is known of {machine.name} is its speed in bfloat16: "
-            f"leave it out, or give that of {args.dtype} as --gpu in numbers"
+            f"--dtype {dtype}: what is known of {machine.name} is its speed in bfloat16: "
+            f"leave it out, or give that of {dtype} as --gpu in numbers"
         )
     work = Work(
-        model=model_of(args),
-        parallel=requested_parallel(args),
-        batch=args.batch or 2 * args.gpus,
+        model=model_of(asked),
+        parallel=decided(asked.parallel),
+        batch=asked.batch or 2 * asked.gpus,
         microbatch=1,
-        seq_len=args.seq_len,
-        document=args.document_length,
+        seq_len=asked.seq_len,
+        document=asked.document_length,
         on_gpu=True,
-        references=int(args.lora == "preferences"),
+        references=int(asked.lora == "preferences"),
     )
-    wanted = {name: getattr(args, name) for name in FILTERS}
-    question = Question(args.model, work, machine, args.gpus, wanted)
-    return plan_cluster(question, args.top, args.tokens, args.json, args.check)
+    wanted = {name: getattr(asked.parallel, name) for name in LAYOUTS}
+    wanted["microbatch"] = asked.microbatch
+    question = Question(asked.model, work, machine, asked.gpus, wanted)
+    return plan_cluster(question, asked.top, asked.tokens, asked.json, asked.check)
 
 
-COMMANDS = {  # name -> function that adds the flags, function that returns the output
-    "limit": (add_limit_flags, compare),
-    "compare": (add_compare_flags, compare),
-    "step": (add_step_flags, step),
-    "equal": (add_pretraining_flags, equal),
-    "plan": (add_plan_flags, plan),
+COMMANDS = {  # name -> function that returns the output, the record of its flags
+    "limit": (compare, Limit),
+    "compare": (compare, Comparison),
+    "step": (step, Measurement),  # and the record of the script whose step it is
+    "equal": (equal, Pretraining),
+    "plan": (plan, Plan),
 }
 
 
-def main() -> None:
+def parse_command(words: list[str]) -> tuple[Callable, list]:
+    """Return the function of a command, and its arguments, the records of its flags."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
-    for name, (add_flags, _) in COMMANDS.items():
-        add_flags(subparsers.add_parser(name, allow_abbrev=False))
-    args = parser.parse_args()
-    _, measure = COMMANDS[args.command]
-    print_rank_zero(measure(args))
+    kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
+    kinds["step"].append(script_of_step(words).run)
+    for name in COMMANDS:
+        of_command = subparsers.add_parser(name, allow_abbrev=False)
+        for kind in kinds[name]:
+            add_flags(of_command, kind)
+    typed = vars(parser.parse_args(words))
+    command = typed.pop("command")
+    measure, _ = COMMANDS[command]
+    return measure, [record_of(kind, typed) for kind in kinds[command]]
+
+
+def main() -> None:
+    measure, records = parse_command(sys.argv[1:])
+    print_rank_zero(measure(*records))
 
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -29,7 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,6 +48,7 @@ from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Packed, Rows
 from text.corpora import VAL_FRACTION, Reading, find_files, read_pieces
+from text.order import Order
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
 # ---------------------------------------------------------------------------------- token files
@@ -356,94 +357,6 @@ def open_windows(
     if val_data:
         return train_set, open_text(val_data, tokenizer, seq_len, reading, document_mask)
     return train_set, Windows(val_files, seq_len, tokenizer, document_mask)
-
-
-# ---------------------------------------------------------------------------------------- order
-
-
-def window_of(sequence: int, n: int, seed: int) -> int:
-    """Return which of n windows is sequence number `sequence` (0, 1, ...) of a run.
-
-    An epoch is n sequences. It has every window once, in an order that depends on seed and epoch.
-    This permutation is computed, not stored: four Feistel rounds (Luby and Rackoff 1988) permute
-    all integers of 2 * half bits, which are n to 4 n integers. A result of n or more is
-    permuted again until it is below n. This permutes the numbers below n ("cycle walking")."""
-    epoch, i = divmod(sequence, n)
-    half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits in each half of an integer
-    while True:
-        left, right = i >> half, i & ((1 << half) - 1)
-        for feistel_round in range(4):
-            key = f"{seed} {epoch} {feistel_round} {right}".encode()
-            mask = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-            left, right = right, left ^ (mask & ((1 << half) - 1))
-        i = left << half | right
-        if i < n:
-            return i
-
-
-def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
-    """Return which row of a data set is sequence number `sequence` of a run. `sources` has two
-    numbers for each source: its rows, and its places in a round.
-
-    A round has every place once, in an order that depends on seed and round. So after each round
-    the sources have had exactly their shares. Within a source the order is window_of's."""
-    places = sum(n_places for _, n_places in sources)
-    nth_round, place = sequence // places, window_of(sequence, places, seed)
-    first_row = 0
-    for rows, n_places in sources:
-        if place < n_places:
-            return first_row + window_of(nth_round * n_places + place, rows, seed)
-        place, first_row = place - n_places, first_row + rows
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which sequences each step of a run reads: those that follow the sequences of the step before.
-
-    If a resume has changed --batch or --seq-len, earlier steps read other numbers of tokens:
-    `token_offset` is how many more."""
-
-    batch: int  # sequences of a step, over all ranks
-    seq_len: int
-    seed: int
-    token_offset: int = 0
-
-    def tokens_done(self, step: int) -> int:
-        """Return how many tokens the run has read after a step."""
-        return self.token_offset + step * self.batch * self.seq_len
-
-    def sequences(self, step: int) -> range:
-        """Return the numbers of a step's sequences, counted from the run's first."""
-        first = self.tokens_done(step - 1) // self.seq_len
-        return range(first, first + self.batch)
-
-    def rows(self, step: int, sources: list[tuple[int, int]]) -> list[int]:
-        """Return which rows of a data set a step reads; `sources` as for row_of."""
-        return [row_of(number, sources, self.seed) for number in self.sequences(step)]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps that a run still has to take, and the sequences that each reads."""
-
-    done: int  # by the checkpoint that it continues
-    last: int
-    skipped: tuple[int, ...]
-    order: Order
-    checkpoint: Path | None = None  # that it continues; None for a new run
-
-    @property
-    def to_do(self) -> list[int]:
-        return [n for n in range(self.done + 1, self.last + 1) if n not in self.skipped]
-
-    def rows(self, sources: list[tuple[int, int]]) -> list[int]:
-        """Return the rows of a data set that the run reads, in ascending order; `sources` as for
-        row_of. They are the same after a resume, but for one with another --batch or --seq-len."""
-        first = self.done + 1 if self.order.token_offset else 1
-        read = set()
-        for step in range(first, self.last + 1):
-            read.update(self.order.rows(step, sources))
-        return sorted(read)
 
 
 def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:

@@ -36,7 +36,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import Steps
 from evaluate import evenly_spaced, return_each_loss, shared_batches
 from finetune_lora import Script, finetune, open_conversations
 from lora import adapters_off
@@ -50,6 +49,7 @@ from runs.records import Totals
 from task import Task
 from text.batch import Batch
 from text.chat import Packed
+from text.order import Steps
 from text.pairs import pairs
 
 

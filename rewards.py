@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import Steps, window_of
 from evaluate import batch_of, return_each_loss
 from finetune_lora import Script, finetune
 from generate import check_length, generate
@@ -56,6 +55,7 @@ from text.batch import Batch
 from text.chat import SHOWN, Rows, encode_prompt
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
+from text.order import Steps, window_of
 from text.tokenizer import Tokenizer
 
 # The largest difference of a token's log p between sampling and training that a run accepts. In

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from config import Work
 from costs.search import fits_unsharded
-from data import Steps, local_batch, read_ahead
+from data import local_batch, read_ahead
 from evaluate import Stopped, describe_exam, evaluate, take_exam
 from generate import generate
 from model import Llama
@@ -33,6 +33,7 @@ from runs.records import Totals, described
 from runs.setup import Job
 from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN
+from text.order import Steps
 from text.tokenizer import Tokenizer
 
 

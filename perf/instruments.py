@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train
 from config import PART_OF, ParallelConfig, Work
 from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
@@ -49,8 +50,7 @@ from techniques import optimizers
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
-from text.batch import Batch
-from train import accumulate, train_step
+from text.batch import Batch, as_computed
 
 # ---------------------------------------------------------------------------------------- timing
 
@@ -265,10 +265,20 @@ class Training:
     microbatch: int
     clip: float = 1.0
     before_step: str = "data"  # what makes the batches
+    loss_of: Callable[[Tensor, Batch], Tensor] = as_computed  # those of a task
+    count_of: Callable[[Batch], Tensor] = Batch.count
 
     def __call__(self) -> Totals:
-        batch, size = next(self.batches), self.microbatch
-        return train_step(self.runner, self.optimizer, batch, size, self.clip, self.world, step=1)
+        batch = next(self.batches)
+        return self.update(self.accumulate(batch), batch)
+
+    def accumulate(self, batch: Batch) -> Tensor:
+        """Run forward and backward of a batch, and return the sum of its losses."""
+        return train.accumulate(self.runner, batch, self.microbatch, self.world, self.loss_of)
+
+    def update(self, loss: Tensor, batch: Batch) -> Totals:
+        sizes = self.count_of(batch), batch.text_bytes
+        return train.update(self.optimizer, loss, *sizes, self.clip, self.world, step=1)
 
     def count(self) -> tuple[Counted | None, dict[str, int | None]]:
         """Run a step without clipping under counters. Return what was counted, and the bytes of
@@ -283,7 +293,7 @@ class Training:
             batch = next(self.batches)
             if counted:
                 counted.attentions = 0  # those of a reference or of sampling are no recomputation
-            accumulate(self.runner, batch, self.microbatch, self.world)
+            self.accumulate(batch)
             kinds = state_tensors(self.model, self.optimizer)
             self.optimizer.step()
             zero_gradients(self.optimizer, self.world)

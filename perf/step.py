@@ -56,7 +56,6 @@ from runs.changed import prediction_note
 from techniques import schedules
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
-from train import accumulate, update
 
 WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
 
@@ -158,11 +157,11 @@ def stamped_step(training: Training, silent: list[str]) -> Callable:
     waited = time.perf_counter() - start
     with time_stamped(training) as stamps:
         with silenced(training.runner, world, silent), stamps.around("pass"):
-            loss = accumulate(training.runner, batch, training.microbatch, world)
+            loss = training.accumulate(batch)
         if silent:
             zero_gradients(optimizer, world)
         else:
-            update(optimizer, loss, batch, training.clip, world, step=1)
+            training.update(loss, batch)
     return lambda: stamps.seconds() | {training.before_step: waited}
 
 
@@ -228,7 +227,7 @@ def profile_attention(training: Training) -> int:
     the calls that selective checkpointing replaces by a saved result."""
     batch = next(training.batches)  # a task may run forward for it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        accumulate(training.runner, batch, training.microbatch, training.world)
+        training.accumulate(batch)
     zero_gradients(training.optimizer, training.world)
     counts = {event.key: event.count for event in profile.key_averages()}
     kernels = [name for name in counts if "::_" in name and is_attention(name)]

@@ -59,15 +59,16 @@ def other_default(base: type, name: str, default):
     )
 
 
-def within(kind: type, names: Iterable[str] | None = None, group: str = "", **unset):
+def within(kind: type, names: Iterable[str] | None = None, group: str = "", told=(), **unset):
     """Return a field that holds another record. Its fields, or those in `names`, are flags of this
-    command. `unset` are values, other than those of `kind`, where a flag is missing; their help
-    tells them as the defaults."""
+    command. Where a flag is missing, the field is as `unset` says, or else as in any command;
+    `told` has defaults for the help."""
     specs = flags_in(kind)
     names = [*(specs if names is None else names)]
     values = {name: spec.unset for name, spec in specs.items() if spec.unset is not SAME_AS_DEFAULT}
     return dataclasses.field(
-        default=kind(**values | unset), metadata={"names": names, "group": group, "told": unset}
+        default=kind(**values | unset),
+        metadata={"names": names, "group": group, "told": dict(told)},
     )
 
 
@@ -134,7 +135,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             spec = flags_in(type(f.default))[name]
             if name in f.metadata["told"]:
                 without_default = spec.help.partition(" (default")[0]
-                told = as_json(f.metadata["told"][name])
+                told = f.metadata["told"][name]
                 spec = spec._replace(help=f"{without_default} (default: {told})")
             group = spec.group or f.metadata["group"]
             add(name, spec._replace(group=group), getattr(type(f.default), name))

@@ -21,7 +21,6 @@ from torch import Tensor
 from config import ParallelConfig, Work
 from costs.page import Traffic, sends, sent_bytes
 from costs.shapes import flops_per_token, peak_flops
-from data import Steps
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
@@ -32,6 +31,7 @@ from plumbing.new_files import write_atomically
 from plumbing.processes import newest_checkpoint, note_step
 from plumbing.retired import check_run
 from runs.flags import Run
+from text.order import Steps
 from text.tokenizer import Tokenizer
 
 

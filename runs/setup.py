@@ -16,7 +16,7 @@ import checkpoint
 from config import FLAGS, ParallelConfig, Work, decided
 from costs.page import sends
 from costs.search import choose_parallel, sent_by_strategy, usable_memory, what_would_fit
-from data import Order, Steps, Windows, open_windows
+from data import Windows, open_windows
 from files.directories import check_tokenizer, find_checkpoint, newest_undamaged, read_config
 from files.loading import load_weights
 from model import Llama
@@ -34,6 +34,7 @@ from runs.flags import Pretraining, Run
 from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
+from text.order import Order, Steps
 from text.tokenizer import Tokenizer, load_tokenizer
 
 

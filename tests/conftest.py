@@ -4,6 +4,7 @@ import atexit
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -204,22 +205,37 @@ def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
     return changed_copy(copy, edits={old: new}, file=file)
 
 
+READERS = {  # script -> what reads its command line; Parser.parse_args for all others
+    "train.py": "train.parse",
+    "finetune_lora.py": "finetune_lora.parse",
+    "preferences.py": "finetune_lora.parse",
+    "rewards.py": "finetune_lora.parse",
+    "generate.py": "generate.parse",
+    "evaluate.py": "evaluate.parse",
+    "bench.py": "bench.parse_command",
+}
+
+
 def parsed_by(script: str, *arguments: str):
-    """Return what a script of the project makes of its arguments, in this process. It goes no
-    further."""
-    from plumbing.parser import Parser
-
-    parsed, parse_args = [], Parser.parse_args
-
-    def stop(parser, *given):
-        parsed.append(parse_args(parser, *given))
-        sys.exit()
-
+    """Return what a script of the project makes of its arguments, in this process: a record of
+    plumbing/flags.py, or argparse's namespace. It goes no further."""
+    main = importlib.import_module(script.removesuffix(".py")).main
+    reader = READERS.get(script, "plumbing.parser.Parser.parse_args")
+    found = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Parser, "parse_args", stop)
+        read = pkgutil.resolve_name(reader)
+
+        def read_and_stop(*given):
+            found.append(read(*given))
+            sys.exit()
+
+        patch.setattr(reader, read_and_stop)
         patch.setattr(sys, "argv", [script, *arguments])
-        importlib.import_module(script.removesuffix(".py")).main()
-    return parsed[0]
+        main()
+    if script == "bench.py":
+        _, records = found[0]
+        return records[-1]
+    return found[0]
 
 
 def error_lines(result: Result) -> list[str]:

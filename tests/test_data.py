@@ -10,11 +10,12 @@ import torch
 from test_chat import BYTES, marked
 
 import data
-from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
+from data import TokenFileWriter, Windows, open_token_file, open_windows
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from runs.rules import choose_steps
 from text.corpora import Reading, find_files, read_pieces
+from text.order import row_of, window_of
 from text.tokenizer import load_tokenizer, train_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files

@@ -13,7 +13,6 @@ from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 
 from checkpoint import write_checkpoint
-from data import window_of
 from files.adapters import PEFT_FILES
 from files.directories import read_index
 from files.loading import load_pretrained
@@ -23,6 +22,7 @@ from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
 from text.chat import encode_prompt, open_samples
+from text.order import window_of
 from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)

@@ -15,7 +15,7 @@ from plumbing.messages import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora preferences rewards evaluate generate
+train finetune_lora preferences rewards task evaluate generate
 runs
 checkpoint
 costs

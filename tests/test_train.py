@@ -16,11 +16,12 @@ from conftest import finish, launch, metrics, refused, slow, start, succeed
 from exact import plain_adamw, plain_step
 from torch.distributed.checkpoint import FileSystemReader
 
-from data import open_windows, window_of
+from data import open_windows
 from files.loading import load_pretrained
 from model import Llama, LlamaConfig
 from report import read_run
 from runs import setup
+from text.order import window_of
 from text.tokenizer import load_tokenizer
 from train import learning_rate
 
