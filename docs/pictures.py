@@ -34,7 +34,6 @@ from costs.page import (  # noqa: E402
 )
 from model import PRESETS  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
-from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import Process  # noqa: E402
 from techniques import schedules  # noqa: E402
 from techniques.schedules import FILLS, SCHEDULES  # noqa: E402
@@ -110,11 +109,11 @@ def draw_strategies(path: Path) -> None:
     report = json.loads((MEASURED / "strategies.json").read_text())
     names = list(report["strategies"])
     step = {name: report[name] for name in ("model", "batch", "microbatch", "seq_len")}
-    args = Parser.defaults(bench.add_compare_flags, **step)
+    asked = bench.Comparison(**step)
     process = Process(0, report["ranks"], 0, report["per_node"], torch.device("cpu"))
     counted = report["strategies"].values()
     memory, traffic = [], []
-    for work in (bench.work_of(args, name, process) for name in names):
+    for work in (bench.work_of(asked, name, process) for name in names):
         memory.append(holds(work)["peak"] / 1e9)
         traffic.append(sent_bytes(sends(work), work.parallel) / 1e9)
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)

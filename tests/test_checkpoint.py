@@ -37,7 +37,7 @@ def world():
 
 
 def save(out, step, model, optimizer, keep=0):
-    return checkpoint.Saver(out, model, optimizer, BYTES, {"lr": 0.1, "keep": keep}).save(step)
+    return checkpoint.Saver(out, model, optimizer, BYTES, {"lr": 0.1, "keep": keep}, {}).save(step)
 
 
 def trained(seed=0, steps=3, weight_decay=0.1, **options):
@@ -92,7 +92,7 @@ def sgd_that(does, named):
 def test_an_optimizer_that_cannot_be_saved_is_refused_at_the_start(tmp_path, make, message):
     model, _ = trained(steps=0)
     with pytest.raises(UserError, match=message):
-        checkpoint.Saver(tmp_path, model, make(model.named_parameters()), BYTES, {})
+        checkpoint.Saver(tmp_path, model, make(model.named_parameters()), BYTES, {}, {})
 
 
 def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
@@ -118,7 +118,9 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
     rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert best_loss(tmp_path) == math.inf
-    with checkpoint.Saver(tmp_path, *trained(), BYTES, {"keep": 1, "async_save": True}) as saver:
+    with checkpoint.Saver(
+        tmp_path, *trained(), BYTES, {"keep": 1, "async_save": True}, {}
+    ) as saver:
         for step, loss in losses.items():
             saver.save(step)  # a save that is due comes before the evaluation
             saver.save(step, best=loss < best_loss(tmp_path))
@@ -157,7 +159,7 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.dcp, "save", wait_first)
     small_logits.cache_clear()  # of a model that a checkpoint is signed with
-    with checkpoint.Saver(tmp_path, model, optimizer, BYTES, {"async_save": True}) as saver:
+    with checkpoint.Saver(tmp_path, model, optimizer, BYTES, {"async_save": True}, {}) as saver:
         generator = torch.get_rng_state()
         saver.save(1)
         with torch.no_grad():

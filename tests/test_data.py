@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ import data
 from data import TokenFileWriter, Windows, open_token_file, open_windows
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
-from runs.rules import choose_steps
+from runs.flags import Pretraining
+from runs.rules import last_step
 from text.corpora import Reading, find_files, read_pieces
 from text.order import row_of, window_of
 from text.tokenizer import load_tokenizer, train_tokenizer
@@ -261,10 +261,7 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
 
 @pytest.mark.parametrize("epochs, steps", [(1, 13), (2, 25), (0.5, 7)])
 def test_epochs_are_steps(epochs, steps):
-    given = dict(epochs=epochs, steps=1150, batch=8, warmup=50, skip_steps=[], dp="ddp")
-    args = SimpleNamespace(**given, every=None, outer_lr=None, outer_momentum=None)
-    choose_steps(args, 100)
-    assert args.steps == steps
+    assert last_step(Pretraining(epochs=epochs, batch=8), 100) == steps
 
 
 def test_reading_ahead_keeps_order_and_raises_errors():

@@ -1,18 +1,18 @@
 """Defaults and refusals by device: GPUs without bfloat16 or Triton, Apple GPUs."""
 
 import importlib.util
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from config import ParallelConfig
+from plumbing.flags import as_json, record_of
 from plumbing.messages import UserError
-from plumbing.parser import Parser
 from plumbing.processes import Process
 from runs import setup as setup_py
-from runs.flags import add_pretraining_flags
-from runs.setup import setup
+from runs.flags import Pretraining
+from runs.setup import join
 
 GPUS = {"H100": (9, 0), "A100": (8, 0), "T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}
 LOW, FULL = "bfloat16", "float32"
@@ -20,8 +20,8 @@ LOW, FULL = "bfloat16", "float32"
 
 def set_up(
     monkeypatch, gpu: str, packages="triton", size: int = 1, **given
-) -> tuple[Namespace, Process]:
-    """Set up a run where there is a GPU of GPUS, "mps", or only a "cpu"."""
+) -> tuple[Process, ParallelConfig]:
+    """Join a run where there is a GPU of GPUS, "mps", or only a "cpu"."""
 
     def answer(owner, name: str, value) -> None:
         monkeypatch.setattr(owner, name, lambda *_: value)
@@ -38,9 +38,9 @@ def set_up(
     answer(torch.cuda, "get_device_properties", properties)
     answer(torch.backends.mps, "is_available", gpu == "mps")
     found = dict.fromkeys(packages.split(), True)
-    args = Parser.defaults(add_pretraining_flags, **given)
     monkeypatch.setattr(importlib.util, "find_spec", found.get)
-    return args, setup(args)
+    typed = given | ({"dtype": getattr(torch, given["dtype"])} if "dtype" in given else {})
+    return join(record_of(Pretraining, typed))
 
 
 NO_TRITON = "no Triton for this {}: --no-compile\n"
@@ -68,8 +68,9 @@ def test_defaults_are_what_the_device_computes(
 ):
     activated = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    args, process = set_up(monkeypatch, gpu, packages, **given)
-    assert (process.device.type, args.dtype, args.compile) == (kind, dtype, compile)
+    process, parallel = set_up(monkeypatch, gpu, packages, **given)
+    found = process.device.type, as_json(parallel.dtype), parallel.compile
+    assert found == (kind, dtype, compile)
     assert capsys.readouterr().out == says.format(gpu, gpu)
     assert activated == ["FA3"] * (says == FLASH_3)
 

@@ -104,7 +104,8 @@ def test_a_script_takes_the_flags(command):
     if command.script in ("train.py", "finetune_lora.py", "preferences.py", "rewards.py"):
         nodes = dict(zip(command.launcher[::2], command.launcher[1::2])).get("--nnodes", "1")
         for n in map(int, nodes.split(":")):
-            ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)
+            split = args.parallel
+            ranks = max(1, command.nproc) * n // (split.tp * split.cp * split.pp)
             assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
 
 

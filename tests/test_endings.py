@@ -43,8 +43,9 @@ from perf.instruments import random_batch
 from plumbing import endings, processes
 from plumbing.messages import UserError
 from runs import records
+from runs.flags import Pretraining
 from techniques.optimizers import make_optimizer
-from train import train_step
+from train import accumulate, update
 
 
 def wait_until(happened, process: subprocess.Popen) -> None:
@@ -261,7 +262,7 @@ def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
 
 def test_the_line_of_an_evaluated_step_is_replaced(tmp_path):
     recorder = records.Recorder.__new__(records.Recorder)
-    recorder.args, recorder.config = SimpleNamespace(out=tmp_path, keep_best=False), {}
+    recorder.run, recorder.config = Pretraining(out=tmp_path), {}
     recorder.world = SimpleNamespace(rank=0)
     recorder._open(0)
     rows = [{"step": 1}, {"step": 2, "loss": 2.5}, {"step": 2, "loss": 2}, {"step": 3}]
@@ -299,14 +300,15 @@ def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
     model.init_weights()
     optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
     world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=torch.device("cpu"))
-    world.step_ranks = slice(None)
 
     def step(number: int, loss: float, squared_norm: float) -> None:
         """Take a step beside another rank, which has this loss and norm."""
         world.all_gather_scalars = lambda row: torch.tensor(
             [row, [loss, *row[1:3], squared_norm, *row[4:]]]
         )
-        train_step(model, optimizer, random_batch(CONFIG, 2, 16), 1, 1.0, world, number)
+        batch = random_batch(CONFIG, 2, 16)
+        computed = accumulate(model, batch, 1, world)
+        update(optimizer, computed, batch.count(), batch.text_bytes, 1.0, world, number)
 
     step(1, 9.0, 1.0)
     state = [t for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
@@ -323,9 +325,10 @@ def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
 @pytest.mark.parametrize(
     "script, file, before, fault, told",
     [
-        ("train.py", "setup", "    process.check_same_flags(vars(args))\n",
-         "    args.lr += 0.01 * process.rank\n", "rank 1 was started with --lr 0.02, rank 0 with"),
-        ("train.py", "setup", "    rules.choose_steps(args, len(train_set))\n",
+        ("train.py", "setup", "    process.check_same_flags(values_of(run))\n",
+         "    run = replace(run, lr=0.01 * process.rank)\n",
+         "rank 1 was started with --lr 0.01, rank 0 with"),
+        ("train.py", "setup", "    if source:\n        check_tokenizer(",
          "    val_set.samples = val_set.samples[process.rank :]\n", "the validation data differ"),
         ("evaluate.py", "evaluate", '        process.check_same("the data", dataset.checksum())\n',
          "        dataset.samples = dataset.samples[process.rank :]\n", "the data differ between"),

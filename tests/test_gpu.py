@@ -5,6 +5,7 @@ command runs on a CPU what can run there, to try the tests themselves."""
 
 import functools
 import gc
+import itertools
 import os
 from dataclasses import replace
 from itertools import product
@@ -22,14 +23,14 @@ from costs.page import holds
 from lora import LoRA
 from model import LlamaConfig, rope_angles
 from parallel import parallelize, with_mesh
-from perf.instruments import build_on_meta, make_step, random_batch
+from perf.instruments import Training, build_on_meta, make_step, random_batch
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from techniques import recompute
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
-from train import accumulate, train_step
+from train import accumulate
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -253,20 +254,21 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
     model, runner, world = built(process, config, **parallel)
     optimizer = make_optimizer(model, world.parallel, lr=1e-2)
     batch = batch_of(4, 32, False, config).to(DEVICE)
-    step = functools.partial(train_step, runner, optimizer, batch, 2, 1.0, world)
+    step = Training(world, model, runner, optimizer, itertools.repeat(batch), microbatch=2)
 
     def state_of(model, optimizer) -> list[torch.Tensor]:
         """Return copies of the weights and of the moments."""
         moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
         return [to_local(t.detach()).clone() for t in (*model.parameters(), *moments)]
 
-    for number in range(2):
-        step(number)
-    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {"async_save": True}) as saver:
+    for _ in range(2):
+        step()
+    flags = {"async_save": True}
+    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, flags, {}) as saver:
         expected = state_of(model, optimizer)
         saver.save(2)
-        for number in range(3):
-            step(number)
+        for _ in range(3):
+            step()
     again, _, _ = built(process, config, **parallel)
     its_optimizer = make_optimizer(again, world.parallel, lr=1e-2)
     assert checkpoint.resume(tmp_path / "step-00000002", again, its_optimizer, tokenizer) == 2

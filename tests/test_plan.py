@@ -13,7 +13,7 @@ from conftest import ROOT, parsed_by, slow, step_of, succeed
 from exact import check_step
 
 import bench
-from config import ParallelConfig, Work, flags_of, requested_parallel
+from config import ParallelConfig, Work, decided, flags_of
 from costs import plans as all_plans
 from costs import search
 from costs.machines import GPUS, assumed_machine
@@ -21,8 +21,8 @@ from costs.page import holds
 from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
-from plumbing.parser import Parser
-from runs.flags import add_pretraining_flags
+from plumbing.flags import parse
+from runs.flags import Pretraining
 from runs.setup import ratio_of_peaks
 from techniques.schedules import SCHEDULES
 
@@ -35,9 +35,9 @@ SETTINGS = (
 
 def run(*flags) -> str:
     """Return what bench.py plan prints with these flags."""
-    bench.add_plan_flags(parser := Parser())
+    words = shlex.split(" ".join(map(str, flags)))
     try:
-        return bench.plan(parser.parse_args(shlex.split(" ".join(map(str, flags)))))
+        return bench.plan(parse(bench.Plan, words))
     finally:
         gc.unfreeze()  # what the command has frozen, as the only one of its process
 
@@ -112,10 +112,9 @@ def test_the_flags_of_every_plan_ask_for_it():
     parallels = {work.parallel for work in works}
     assert {1, 2} <= {parallel.cp for parallel in parallels}
     assert {parallel.schedule for parallel in parallels} == SCHEDULES.keys() - {"gpipe"}
-    add_pretraining_flags(parser := Parser())
     for parallel in parallels:
-        args = parser.parse_args(flags_of(parallel).split())
-        again = with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
+        asked = parse(Pretraining, flags_of(parallel).split()).parallel
+        again = with_mesh_sizes(decided(asked), 8, 4, asked.shard)
         if again.reshard == "auto":  # nothing is sharded
             again = replace(again, reshard="weights")
         assert again == parallel

@@ -21,7 +21,7 @@ from workers.train_cases import BETA, packed_pairs
 from checkpoint import write_checkpoint
 from model import IGNORE, LlamaConfig
 from plumbing.messages import UserError
-from preferences import Preferences
+from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
 from text.chat import Packed, encode, open_samples
 from text.pairs import docstring_pairs, pairs
@@ -190,11 +190,12 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
         prompt = chosen[1].index(True)
         rejected[0][:prompt] = chosen[0][:prompt]
     data = Packed(samples, 26, old.tokenizer, together=2)
-    args = SimpleNamespace(microbatch=3, beta=BETA, loss="sigmoid", references=1)
-    task = Preferences(args, SimpleNamespace(model=model), None, None, None)
-    batch = task.prepare(data.batch([*range(len(data))]))
+    job, work = SimpleNamespace(model=model), SimpleNamespace(microbatch=3)
+    task = Preferences(Preferring(beta=BETA), job, None, work, None)
+    batch = task.with_base(data.batch([*range(len(data))]))
     parts = batch.microbatches(3)
-    loss = sum(p.loss(model(*p.inputs, documents=p.documents)) for p in parts) / batch.count()
+    losses = [task.loss(model(*p.inputs, documents=p.documents), p) for p in parts]
+    loss = sum(losses) / task.count(batch)
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -317,9 +318,10 @@ def test_an_answer_that_does_not_end_is_none():
     log_p, advantages = -torch.arange(6.0).view(2, 3), torch.tensor([0.5, -0.5])
     batch = Answers([[1], [1, 2]], answers, log_p, advantages, BYTES).batch([0, 1])
     assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
-    assert batch.given[..., 0].tolist() == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
-    assert batch.given[..., 1].tolist() == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
-    assert batch.given[..., 2].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    values = {name: tensor.tolist() for name, tensor in batch.target_values.items()}
+    assert values["advantage"] == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
+    assert values["sampled_log_p"] == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
+    assert values["begins"] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):

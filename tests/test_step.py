@@ -13,21 +13,19 @@ import torch.nn.functional as F
 from conftest import slow, step_of, succeed
 from test_train import CONFIG, SIZES
 
-from bench import add_compare_flags, work_of
+from bench import Comparison, work_of
 from config import DIMS, ParallelConfig, Work, flags_of
 from costs.page import holds, sends, sent_bytes
 from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
 from perf import verdict as rules
 from perf.compare import Cost, compare_losses, default_contestants
-from perf.instruments import build_on_meta, megabytes, random_batch
+from perf.instruments import Training, build_on_meta, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED, Facts, verdict
 from plumbing.messages import UserError
-from plumbing.parser import Parser
 from plumbing.processes import Process, init_distributed
 from techniques.optimizers import make_optimizer
-from train import train_step
 
 
 def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
@@ -134,7 +132,8 @@ def test_a_parameter_without_a_gradient_is_named(world):
     model.layers["1"].attention.unused = torch.nn.Linear(4, 4, bias=False)
     optimizer = make_optimizer(model, ParallelConfig())
     with pytest.raises(UserError, match=r"layers\.1\.attention\.unused\.weight got no gradient"):
-        train_step(model, optimizer, random_batch(CONFIG, 1, 8), 1, 1.0, world, step=1)
+        batches = iter([random_batch(CONFIG, 1, 8)])
+        Training(world, model, model, optimizer, batches, microbatch=1)()
 
 
 def test_the_gradient_of_a_single_target_is_not_scaled(world):
@@ -143,7 +142,7 @@ def test_the_gradient_of_a_single_target_is_not_scaled(world):
     batch.targets.view(-1)[1:] = IGNORE
     gradients = torch.autograd.grad(model(*batch.inputs), [*model.parameters()])
     optimizer = make_optimizer(model, ParallelConfig())
-    norm = train_step(model, optimizer, batch, 1, 1.0, world, step=1).grad_norm
+    norm = Training(world, model, model, optimizer, iter([batch]), microbatch=1)().grad_norm
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
 
 
@@ -284,15 +283,14 @@ def loss_of_plain_model() -> float:
 
 def test_contestants_stand_for_flags():
     """On two processes; those of several nodes on two nodes of two."""
-    args = Parser.defaults(add_compare_flags)
     two, four = (Process(0, size, 0, 2, torch.device("cpu")) for size in (2, 4))
     for name, parallel in CONTESTANTS.items():
-        assert work_of(args, name, two).parallel == parallel
+        assert work_of(Comparison(), name, two).parallel == parallel
     hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=2)
     for name, parallel in (("one --compile", ParallelConfig(compile=True)), ("hsdp", hsdp)):
-        assert work_of(args, name, four).parallel == parallel
+        assert work_of(Comparison(), name, four).parallel == parallel
     for process in (two, four):
-        assert all(work_of(args, name, process) for name in default_contestants(process))
+        assert all(work_of(Comparison(), name, process) for name in default_contestants(process))
 
 
 def test_losses_that_do_not_agree_are_named():

@@ -8,6 +8,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from files.loading import load_pretrained
 from model import Llama, LlamaConfig
 from report import read_run
 from runs import setup
+from runs.flags import Pretraining
 from text.order import window_of
 from text.tokenizer import load_tokenizer
 from train import learning_rate
@@ -167,7 +169,7 @@ def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, 
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    rates = [learning_rate(step, Namespace(lr=1.0, warmup=4, steps=21)) for step in range(1, 22)]
+    rates = [learning_rate(step, 1.0, 4, 21) for step in range(1, 22)]
     falling = [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert rates == [0.25, 0.5, 0.75, *[1.0] * 12, *falling]
     assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0
@@ -259,17 +261,16 @@ def test_another_batch_goes_on_in_the_data_where_the_run_stopped(corpus, tmp_pat
 
 def test_a_resumed_epoch_ends_on_a_step_that_saves(monkeypatch):
     """The last step that is not one of --skip-steps is taken: a skipped step would not save."""
-    before = dict(batch=2, seq_len=4, token_offset=0)
+    before = {"step": 4, "flags": dict(batch=2, seq_len=4, seed=0)}
     monkeypatch.setattr(setup, "newest_undamaged", lambda newest: newest)
-    monkeypatch.setattr(setup.checkpoint, "read_config", lambda newest: {"flags": before})
-    monkeypatch.setattr(setup.checkpoint, "resume", lambda *given: 4)
+    monkeypatch.setattr(setup, "read_config", lambda newest: before)
+    monkeypatch.setattr(setup, "facts_of", lambda *given: {})
     monkeypatch.setattr(setup.records, "warn_about_changed_flags", lambda *given: None)
-    job = Namespace(model=None, tokenizer=None)
-    for skipped, last in (([11], 12), ([12], 11), ([11, 12], 10)):  # the 4 steps were half as long
-        now = dict(epochs=1, steps=10, batch=4, skip_steps=skipped, out="run")
-        args = Namespace(**before | now)
-        assert setup.resume(args, Path("step-4"), job, None) == 4
-        assert args.steps == last
+    job = SimpleNamespace(last_step=10)
+    for skipped, last in (((11,), 12), ((12,), 11), ((11, 12), 10)):  # steps were half as long
+        run = Pretraining(epochs=1, batch=4, seq_len=4, skip_steps=skipped)
+        steps = setup.steps_of(run, job, None, Path("step-4"))
+        assert (steps.done, steps.last) == (4, last)
 
 
 def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):

@@ -13,10 +13,10 @@ from train_cases import BATCH, CLIP, batch_of, build, initialize
 import checkpoint
 from config import ParallelConfig
 from parallel import parallelize, with_mesh
+from perf.instruments import Training
 from plumbing.processes import init_distributed, run
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
-from train import train_step
 
 LAYOUTS = {
     "one": dict(), "ddp2": dict(replicate=2), "zero2": dict(dp="zero1", replicate=2),
@@ -34,7 +34,7 @@ def steps(first, last, runner, optimizer, world) -> list[list[float]]:
     share, rows = BATCH // world.data_size, []
     for step in range(first, last + 1):
         batch = batch_of(packed=False, seq=14, seed=step).microbatches(share)[world.data_rank]
-        totals = train_step(runner, optimizer, batch, share // 2, CLIP, world, step)
+        totals = Training(world, None, runner, optimizer, iter([batch]), share // 2, CLIP)()
         rows.append([totals.mean_loss, totals.grad_norm])
     return rows
 
@@ -53,7 +53,7 @@ def main() -> None:
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2
         else:
             steps(1, 2, runner, optimizer, world)
-            checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}).save(2)
+            checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}, {}).save(2)
         rows = steps(3, 4, runner, optimizer, world)
         if world.rank == 0:
             (directory / f"{work}.json").write_text(json.dumps(rows))

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,19 +31,20 @@ from generate import generate
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
-from perf.instruments import Counted, build_on_meta
+from perf.instruments import Counted, Training, build_on_meta
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
-from preferences import Preferences
-from rewards import Answers, Rewards
+from preferences import Preferences, Preferring
+from rewards import Answers, Rewarding, Rewards
 from runs.equal import whole_tensor
+from task import Task
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from text.chat import Packed
-from train import train_step
+from text.order import Order, Steps
 
 BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
@@ -96,15 +97,26 @@ def scored_answers() -> tuple[list, list, torch.Tensor, torch.Tensor]:
     return prompts, answers, log_p, torch.linspace(-1, 2, BATCH, dtype=torch.float64)
 
 
-def make_task(case: dict, model: Llama, world, work: Work) -> evaluate.Prediction:
-    """Return the task of a case with an objective."""
-    loss, microbatch = case["objective"], work.microbatch
-    flags = SimpleNamespace(loss=loss, beta=BETA, microbatch=microbatch, eval_windows=BATCH + 1)
-    flags.references = int("lora" in case)
-    flags.dtype, flags.reward = "bfloat16", Path(__file__).parents[2] / "docs/sums.py"
-    job = SimpleNamespace(model=model, train_set=packed_pairs(), val_set=packed_pairs())
-    make = Rewards if loss == "rewards" else Preferences
-    return make(flags, job, world, work, None)
+@dataclass(frozen=True)
+class JobOfTask:
+    """What a task reads of a Job."""
+
+    model: Llama
+    train_set: Packed
+    val_set: Packed
+
+
+def make_task(case: dict, model: Llama, world, work: Work) -> Task:
+    """Return the task of a case with an objective, which has begun."""
+    job = JobOfTask(model, packed_pairs(), packed_pairs())
+    if case["objective"] == "rewards":
+        run = Rewarding(reward=Path(__file__).parents[2] / "docs/sums.py")
+        return Rewards(run, job, world, work, None)
+    adapters = dict(all_weights="lora" not in case)
+    run = Preferring(beta=BETA, loss=case["objective"], eval_windows=BATCH + 1, **adapters)
+    task = Preferences(run, job, world, work, None)
+    task.begin(Steps(0, 1, (), Order(BATCH + 1, work.seq_len, seed=0)))  # reads all rows
+    return task
 
 
 def capped(hidden, weight):
@@ -196,24 +208,25 @@ def train(process, case: dict) -> dict:
         batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
         batch = share_sequences(batch, world)
     elif isinstance(task := make_task(case, model, world, work), Preferences):
-        task.begin()
         totals = task.evaluate()
         rows.append((totals.mean_loss, *task.measures(totals).values()))
         batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
     else:
         answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
-        batch = replace(evaluate.batch_of(answers, range(share), world), objective=task)
+        batch = evaluate.batch_of(answers, range(share), world)
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
+    of_task = dict(loss_of=task.loss, count_of=task.count) if task else {}
+    training = Training(world, model, runner, optimizer, None, microbatch, CLIP, **of_task)
     steps = steps_of(case)
     for step in range(1, steps + 1):
         if isinstance(task, Preferences):
-            batch = task.prepare(batch)
+            batch = task.with_base(batch)
         elif task:
             task.measured = {"log_ratio": 0.0}
         with counter if step == steps else nullcontext():
-            totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
+            totals = training.update(training.accumulate(batch), batch)
         measures = task.measures(totals).values() if task else ()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm, *measures))
     if (key := ("ep", "all-to-all")) in getattr(counter, "sent", {}):  # depends on the routing: the
