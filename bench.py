@@ -241,7 +241,7 @@ def step(asked: Measurement, run: Run) -> str:
     world, runner, work = build(run, job, process, train.accumulate)
     optimizer = make_optimizer(job.model, world.parallel, job.lr, run.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
-        group["lr"] = train.learning_rate(1, job.lr, run.warmup, job.last_step)
+        group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
     task = script.task(run, job, world, work, sample_text=None)
     steps = steps_of(run, job, work, newest=None)
     task.begin(steps)

@@ -35,7 +35,7 @@ from plumbing.devices import widest_float
 from plumbing.flags import parse, values_of
 from plumbing.messages import UserError, print_rank_zero
 from runs import records, setup
-from runs.flags import Pretraining
+from runs.flags import Pretraining, Run
 from task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch, as_computed
@@ -79,7 +79,7 @@ def train(task: Task, runner: nn.Module, newest: Path | None) -> bool:
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(run.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps.to_do, task.batches(steps)):
-            lr = learning_rate(step, job.lr, run.warmup, steps.last)
+            lr = learning_rate(step, steps.last, job.lr, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             # Dropout is a function of the seed, the step, the rank and the number of ranks.
@@ -198,10 +198,10 @@ def update(
     return records.Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
 
 
-def learning_rate(step: int, peak: float, warmup: int, last: int) -> float:
+def learning_rate(step: int, last: int, peak: float, run: Run) -> float:
     """Return the learning rate of step 1..last (warmup-stable-decay): linear warmup to the peak,
     then constant, and linear decay over the last third, to 0 at step last + 1."""
-    rise = step / max(warmup, 1)
+    rise = step / max(run.warmup, 1)
     fall = (last + 1 - step) / (last / 3)
     return peak * min(rise, 1, fall)
 

@@ -169,7 +169,8 @@ def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, 
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    rates = [learning_rate(step, 1.0, 4, 21) for step in range(1, 22)]
+    run = Pretraining(warmup=4)
+    rates = [learning_rate(step, 21, 1.0, run) for step in range(1, 22)]
     falling = [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert rates == [0.25, 0.5, 0.75, *[1.0] * 12, *falling]
     assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0

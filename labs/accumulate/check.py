@@ -17,7 +17,7 @@ NEEDS = "a context manager"
 POINT = "right numbers, four times the bytes"
 LEADS_TO = "parallel.py", "gradient_sync"
 SIZES = 2, 3, 4
-BARRED = "train.accumulate", "train.train_step", "parallel.gradient_sync"
+BARRED = "train.accumulate", "parallel.gradient_sync"
 HINTS = (
     "Look for the sentence on forward in the documentation of no_sync.",
     "Count the all-reduces of a step. Which microbatch needs one, and what does it average?",

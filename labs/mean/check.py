@@ -19,7 +19,7 @@ NEEDS = "`all_reduce`"
 POINT = "a mean of means is none; three libraries had it"
 LEADS_TO = "train.py", "update"
 SIZES = 2, 3, 4
-BARRED = "train.update", "train.train_step"
+BARRED = ("train.update",)
 HINTS = (
     "The wanted gradient is a sum over the targets of all ranks, divided by their number. Which "
     "part of the sum does a rank have, and who knows the number?",
