@@ -321,6 +321,12 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
         yield "pp", "send", int(own > 0), own * p.grad_bytes
 
 
+def is_of_muon(dim: str, collective: str) -> bool:
+    """Return whether a collective is Muon's exchange of matrices. Experts have an all-to-all of
+    their own, over ep."""
+    return collective == "all-to-all" and dim not in OWN_GROUPS
+
+
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     """Return what a rank puts on its links where collectives run in rings of n ranks, as NCCL's do:
     of a payload (n-1)/n, for an all-reduce twice; of a message or Muon's all-to-all, all. gloo's
@@ -328,8 +334,8 @@ def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
         n = parallel.group_size(dim)
-        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
-        share = 1 if collective == "send" or is_muons else (n - 1) / n
+        is_ring = collective != "send" and not is_of_muon(dim, collective)
+        share = (n - 1) / n if is_ring else 1
         rounds = 2 if collective == "all-reduce" else 1
         sent += share * payload * rounds
     return round(sent)
