@@ -3,18 +3,20 @@
 For a plain Llama the bytes sent are exact, and the peak of memory is within a tenth. With several
 techniques at once it is further off (docs/measured.md). To count every byte, run `bench.py step`, a
 real step, or `bench.py plan --check`, an emulated one. Letters are those of parallel.py, and Q, KV:
-width of all queries, all keys; N: tokens of a microbatch on a rank; m: microbatches. Sizes are of
-rank 0, which has the largest shards. A technique adds its part in its own file (`holds`, `sends`).
+width of all queries, all keys; N: tokens of a microbatch on a rank; m: microbatches; w, g: bytes of
+a weight in products, and of a gradient. Sizes are of rank 0, which has the largest shards. A
+technique adds its part in its own file (`holds`, `sends`).
 """
 
 import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import lora
 from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
-from costs.shapes import elements, shapes_on_rank, units
+from costs.shapes import Unit, shapes_on_rank, size_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
@@ -26,34 +28,66 @@ Traffic = dict[tuple[str, str], tuple[float, float]]  # (dimension, collective) 
 # ------------------------------------------------------------------------------------------ memory
 
 
-def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
-    """Return two numbers of elements, of w bytes, for a token and block: those saved for backward,
-    and those that activation checkpointing recomputes there. `more` are saved by techniques."""
-    c, p, tp = work.model.config, work.parallel, work.parallel.tp
-    D, F, Q, KV, w = c.dim, c.ffn_dim * c.ffn_uses, c.q_dim, c.kv_dim, p.weight_bytes
+class Saved(NamedTuple):
+    """Activations of a block, for each token: numbers of elements, of w bytes."""
+
+    kept: float  # from forward to backward
+    recomputed: float  # in backward, by activation checkpointing
+
+
+def saved(work: Work, more: float = 0.0) -> Saved:
+    """Return what a block saves for backward, and recomputes there. `more` is of techniques."""
+    c = work.model.config
+    p = work.parallel
+    D = c.dim
+    F = c.ffn_dim * c.ffn_uses
+    Q = c.q_dim
+    KV = c.kv_dim
+    w = p.weight_bytes
+    several = c.ffn_uses > 1  # feed-forwards of a token
     trains_all = work.model.tok_embeddings.weight.requires_grad
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
-    qk = Q + KV if c.qk_norm else 0  # inputs of the norms of q and k
-    # Outputs and inputs of two norms; q and attention's output; k, v; gate, up and their product.
-    everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
-    if work.mask_width:  # the mask's row; k and v, repeated for each query head
-        everything += work.mask_width + 2 * (Q - KV) / tp
-    several = c.ffn_uses > 1  # feed-forwards: then also their inputs and outputs are saved
-    everything += 2 * D * c.ffn_uses * several / tp
-    if not p.compile or several:  # silu(gate); autocast rounds x for each of 5 products, not for 2
-        everything += F / tp + (3 * D if autocasts else 0)
+    normed = 2 * D  # what norms take: x, twice; and with QK-norm q and k
+    if c.qk_norm:
+        normed += Q + KV
+
+    # `whole` is on each rank along tp: the outputs of two norms. Ranks divide the rest, `shared`.
+    whole = more + 2 * D
+    shared = 2 * stream  # inputs of two norms
+    shared += 2 * Q + 2 * p.cp * KV  # q and attention's output; k and v
+    shared += 3 * F  # gate, up and their product
+    if c.qk_norm:
+        shared += Q + KV
+    if work.mask_width:
+        whole += work.mask_width  # a row of the mask
+        shared += 2 * (Q - KV)  # k and v are repeated for each query head
+    if several:
+        shared += 2 * D * c.ffn_uses  # inputs and outputs of feed-forwards
+    if several or not p.compile:
+        shared += F  # silu(gate)
+        if autocasts:
+            whole += 3 * D  # x is rounded for each of 5 products, not for 2
     if not work.fused:  # inputs of norms, and x before their weights, in float32
+        copies = 2 if trains_all else 1
         in_float32 = max(4, w) / w
-        everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
-    of_one = 0 if several else F  # several feed-forwards are computed again
-    n_saved = {
-        "none": everything,
-        "products": D + (stream + 2 * (Q + KV + of_one) + 2 * D * (tp > 1)) / tp,
-        "selective": D + (stream + Q + KV + of_one + 2 * D * (tp > 1)) / tp,  # see recompute.py
-        "full": (stream + (Q + 2 * D * (tp > 1)) * p.compile) / tp,
-    }[p.checkpointing]
-    return n_saved, everything - n_saved
+        shared += (copies * in_float32 - 1) * normed
+    everything = whole + shared / p.tp
+
+    # See recompute.py. The output of wo, D, is a sum that ranks along tp have yet to add up.
+    of_ffn = 0 if several else F  # several feed-forwards are computed again
+    scattered = 2 * D if p.tp > 1 else 0  # outputs of the reduce-scatters
+    if p.checkpointing == "products":
+        kept = D + (stream + 2 * (Q + KV + of_ffn) + scattered) / p.tp
+    elif p.checkpointing == "selective":
+        kept = D + (stream + Q + KV + of_ffn + scattered) / p.tp
+    elif p.checkpointing == "full" and p.compile:
+        kept = (stream + Q + scattered) / p.tp
+    elif p.checkpointing == "full":
+        kept = stream / p.tp
+    else:
+        kept = everything
+    return Saved(kept, everything - kept)
 
 
 def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
@@ -61,62 +95,129 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     `pp_rank` along pp (by default the one that holds most). `gathered` are unsharded weights, and
     `kept` is what else stays between steps. `peak` is not the sum of all kinds, since they are not
     all there at the same time (see `labs/run.py predict memory`)."""
-    c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
+    p = work.parallel
     if pp_rank is None:  # ranks between the second and the last hold no more than the second
-        return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
-    part, wide = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), max(4, p.weight_bytes)
-    D, F, V = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size / p.tp
-    g, w = p.grad_bytes, p.weight_bytes
-    root, *of_blocks = all_units = units(part, p, max(map(p.shards, EVERYTHING)))
-    L, trained, frozen = len(part.layers), 0, 0
-    state = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
-    for unit in all_units:
-        trained, frozen = trained + unit.copies * unit.trained, frozen + unit.copies * unit.frozen
-        frozen_shards = 1 if p.reshard == "adapters" else p.shards("parameters", unit.kind)
-        state["parameters"] += unit.copies * unit.frozen / frozen_shards
-        for kind, width in zip(state, (g, g, 2 * p.moment_bytes)):
-            state[kind] += unit.copies * unit.trained * width / p.shards(kind, unit.kind)
+        of_ranks = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
+        return max(of_ranks, key=lambda held: held["peak"])
+    part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
+    L = len(part.layers)
+    F = work.model.config.ffn_dim * work.model.config.ffn_uses
+    D = work.model.config.dim
+    N = work.tokens
+    w = p.weight_bytes
+    shards = max(p.shards(kind) for kind in EVERYTHING)
+    root, *of_blocks = all_units = units(part, p, shards)
     more = Counter()
     for technique in (*used_techniques(p), lora.TECHNIQUE):
         more.update(technique.holds(part, work))
-    state |= {"optimizer": state["optimizer"] + more["optimizer"], "kept": more["kept"]}
 
-    # Unsharded for a while: sums of gradients (of microbatches, or in DDP's buckets), and weights.
-    sums = trained * g if m > 1 or (p.strategy.wrapper == "ddp" and p.replicate > 1) else 0
+    state = _state(all_units, p)
+    state["optimizer"] += more["optimizer"]
+    state["kept"] = more["kept"]
+    sums = _gradient_sums(all_units, work)
     if p.strategy.uses_fsdp:
-        sums = sums / p.shard if p.reshard == "all" else sums
-        keeps_all = p.reshard == "none" or p.shard == 1  # else two blocks at a time
-        in_block = sum(unit.gathered for unit in of_blocks)
-        gathered = root.gathered + in_block * (L if keeps_all else min(2, L))
-    else:  # autocast's copies: a compiled block that recomputes makes them for each product anew
-        recasts = p.compile or c.ffn_uses > 1  # several feed-forwards cast theirs themselves
-        blocks = 1 if recasts and p.checkpointing != "none" else L
-        gathered = (root.trained + blocks * of_blocks[0].trained) * w if w < g else 0
+        gathered = _gathered(root, of_blocks, p)
+    else:
+        gathered = _autocast_copies(root, of_blocks, work)
 
-    # Activations of the blocks (of all microbatches under way in a pipeline) and of the loss.
-    block_saved, recomputed = (N * w * n for n in saved(work, more["saved"]))
+    # Activations of the blocks, in a pipeline of all microbatches under way, and of the loss.
+    of_block = saved(work, more["saved"])
+    block_saved = N * w * of_block.kept
+    recomputed = N * w * of_block.recomputed
     all_saved = block_saved if p.offload_activations else L * block_saved
-    if p.pp > 1:  # without trainable matrices, W has nothing to compute and holds nothing
-        order = p.schedule, p.pp, m, p.stages_per_rank, pp_rank
+    if p.pp > 1:
+        frozen = any(unit.frozen for unit in all_units)  # then W computes and holds nothing
+        order = p.schedule, p.pp, work.microbatches, p.stages_per_rank, pp_rank
         all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
-    loss = 3 * N * D * w
-    if part.output is not None:
-        compiled = p.compiles_loss(work.on_gpu)  # then logits and their gradient are not in float32
-        of_logit = 2 * w if compiled else (3 if p.tp == 1 else 4) * wide
-        loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
-        loss += V * D * wide * part.output.weight.requires_grad
+    last_blocks = max(all_saved, min(2, L) * block_saved)
+    loss = _loss(part, work)
     backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up
 
-    held_always = state["parameters"] + state["optimizer"] + state["kept"]
-    peak = held_always + max(  # the largest of five moments
-        sums + gathered + all_saved + loss,  # in the loss
-        sums + gathered + max(all_saved, min(2, L) * block_saved) + backward,  # in the last block
-        max(sums, state["gradients"]) + gathered + block_saved + backward,  # in block 0
-        max(sums, state["gradients"]) + 3 * root.trained * w,  # in the embedding
-        state["gradients"] + more["update"],  # in the update
-    )
+    gradients = max(sums, state["gradients"])
+    phases = [  # what they hold beside the state
+        sums + gathered + all_saved + loss,
+        sums + gathered + last_blocks + backward,  # in the last block
+        gradients + gathered + block_saved + backward,  # in block 0
+        gradients + 3 * root.trained * w,  # in the embedding
+        state["gradients"] + more["update"],
+    ]
+    always = state["parameters"] + state["optimizer"] + state["kept"]
     activations = all_saved + max(loss, backward)
-    return state | {"gathered": gathered, "activations": activations, "peak": peak}
+    return state | {
+        "gathered": gathered,
+        "activations": activations,
+        "peak": always + max(phases),
+    }
+
+
+def _state(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
+    """Return the bytes of what a rank keeps from step to step, and of its gradients."""
+    g = p.grad_bytes
+    parameters = gradients = optimizer = 0.0
+    for unit in all_units:
+        trained = unit.copies * unit.trained
+        frozen_shards = p.shards("parameters", unit.kind)
+        if p.reshard == "adapters":
+            frozen_shards = 1
+        parameters += unit.copies * unit.frozen / frozen_shards
+        parameters += trained * g / p.shards("parameters", unit.kind)
+        gradients += trained * g / p.shards("gradients", unit.kind)
+        optimizer += trained * 2 * p.moment_bytes / p.shards("optimizer", unit.kind)
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+
+
+def _gradient_sums(all_units: list[Unit], work: Work) -> float:
+    """Return the bytes of gradients that are not sharded while backward computes: their sums over
+    microbatches, or DDP's buckets."""
+    p = work.parallel
+    has_buckets = p.strategy.wrapper == "ddp" and p.replicate > 1
+    if work.microbatches == 1 and not has_buckets:
+        return 0
+    sums = sum(unit.copies * unit.trained for unit in all_units) * p.grad_bytes
+    return sums / p.shard if p.strategy.uses_fsdp and p.reshard == "all" else sums
+
+
+def _gathered(root: Unit, of_blocks: list[Unit], p: ParallelConfig) -> float:
+    """Return the bytes of the weights that FSDP has gathered: the root's, and two blocks'."""
+    L = of_blocks[0].copies
+    keeps_all = p.reshard == "none" or p.shard == 1
+    blocks = L if keeps_all else min(2, L)
+    return root.gathered + blocks * sum(unit.gathered for unit in of_blocks)
+
+
+def _autocast_copies(root: Unit, of_blocks: list[Unit], work: Work) -> float:
+    """Return the bytes of the weights that autocast has rounded. A block that recomputes rounds its
+    own anew if it is compiled, or has several feed-forwards, which round theirs themselves."""
+    p = work.parallel
+    if p.weight_bytes == p.grad_bytes:
+        return 0
+    rounds_anew = p.recomputes and (p.compile or work.model.config.ffn_uses > 1)
+    blocks = 1 if rounds_anew else of_blocks[0].copies
+    return (root.trained + blocks * of_blocks[0].trained) * p.weight_bytes
+
+
+def _loss(part: Llama, work: Work) -> float:
+    """Return the bytes of the loss: x and its gradients, the logits of a chunk of tokens and their
+    gradient, and the gradient of the output matrix."""
+    p = work.parallel
+    D = work.model.config.dim
+    V = work.model.config.vocab_size / p.tp
+    N = work.tokens
+    wide = max(4, p.weight_bytes)
+    loss = 3 * N * D * p.weight_bytes
+    if part.output is None:
+        return loss
+    compiled = p.compiles_loss(work.on_gpu)
+    if compiled:  # logits and their gradient are not in float32
+        of_logit = 2 * p.weight_bytes
+    elif p.tp == 1:
+        of_logit = 3 * wide
+    else:
+        of_logit = 4 * wide
+    loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
+    if part.output.weight.requires_grad:
+        loss += V * D * wide
+    return loss
 
 
 # ------------------------------------------------------------------------------------------ traffic
@@ -128,12 +229,13 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     pp, by default the one that sends most (see `labs/run.py predict bytes`)."""
     p = work.parallel
     if pp_rank is None:
-        of_ranks = (sends(work, rank) for rank in range(p.pp))
+        of_ranks = [sends(work, rank) for rank in range(p.pp)]
         return max(of_ranks, key=lambda traffic: sum(payload for _, payload in traffic.values()))
-    part, traffic = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), {}
+    part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in used_techniques(p):
         entries += technique.sends(part, work)
+    traffic = {}
     for dim, collective, calls, nbytes in entries:
         if calls and nbytes and p.group_size(dim) > 1:
             earlier_calls, payload = traffic.get((dim, collective), (0, 0))
@@ -143,59 +245,86 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
 
 def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     """Yield (dimension, collective, calls, bytes of a call) for weights and their gradients."""
-    p, m, g = work.parallel, work.microbatches, work.parallel.grad_bytes
-    trained = [entry for entry in shapes_on_rank(part, "", p.tp) if entry[0].requires_grad]
-    times = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
+    p = work.parallel
+    m = work.microbatches
+    g = p.grad_bytes
+    trained = [local for local in shapes_on_rank(part, "", p.tp) if local.parameter.requires_grad]
+    sums = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
     if p.strategy.uses_fsdp:
+        root, *of_blocks = units(part, p, p.shard)
         # The root is gathered once a microbatch (in a pipeline once a step), a block twice, and for
         # a reference before the step once more.
-        root, *of_blocks = units(part, p, p.shard)
+        gathers_of_root = m if p.pp == 1 else 1
+        gathers_of_block = (2 + work.references) * m
+        if p.reshard == "none":
+            gathers_of_root = gathers_of_block = 1
         for unit in (root, *of_blocks):
-            uses = (m if p.pp == 1 else 1) if unit is root else (2 + work.references) * m
-            uses, kind = 1 if p.reshard == "none" else uses, unit.kind
-            yield f"{kind}shard", "all-gather", unit.copies * uses, unit.gathered
-            yield f"{kind}shard", "reduce-scatter", unit.copies * times, unit.trained * g
+            gathers = gathers_of_root if unit is root else gathers_of_block
+            yield f"{unit.kind}shard", "all-gather", unit.copies * gathers, unit.gathered
+            yield f"{unit.kind}shard", "reduce-scatter", unit.copies * sums, unit.trained * g
             if p.replicate > 1:
-                own = unit.trained * g // p.group_size(f"{kind}shard")
-                yield f"{kind}replicate", "all-reduce", unit.copies, own
-    else:  # DDP sends buckets; ZeRO-1 sends each parameter, padded to divide
-        is_zero1 = bool(p.strategy.sharded)
-        root_and_block = units(part, p, p.replicate if is_zero1 else 1)
-        nbytes = g * sum(unit.copies * unit.trained for unit in root_and_block)
-        buckets = max(1, math.ceil(nbytes / (ddp_bucket_mb(work.on_gpu) << 20)))
-        calls = len(trained) if is_zero1 else buckets
-        for collective in ("reduce-scatter", "all-gather") if is_zero1 else ("all-reduce",):
-            yield "replicate", collective, calls, nbytes / calls
+                own = unit.trained * g // p.group_size(f"{unit.kind}shard")
+                yield f"{unit.kind}replicate", "all-reduce", unit.copies, own
+    elif p.strategy.sharded:  # ZeRO-1 sends each parameter, padded to divide
+        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, p.replicate))
+        calls = len(trained)
+        yield "replicate", "reduce-scatter", calls, nbytes / calls
+        yield "replicate", "all-gather", calls, nbytes / calls
+    else:  # DDP sends buckets
+        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, 1))
+        bucket = ddp_bucket_mb(work.on_gpu) << 20
+        calls = max(1, math.ceil(nbytes / bucket))
+        yield "replicate", "all-reduce", calls, nbytes / calls
     # Gradients of parameters that tp replicates: summed over microbatches, or in the compute dtype.
     width = g if m > 1 and p.reshard != "all" else p.weight_bytes
-    for parameter in (parameter for parameter, _, is_whole in trained if is_whole):
-        yield "tp", "all-reduce", times, parameter.numel() * width
+    for local in trained:
+        if local.is_whole:
+            yield "tp", "all-reduce", sums, local.parameter.numel() * width
 
 
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     """Yield the same for the residual stream, over tp and pp, and for k and v, over cp."""
-    c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
-    w, again, more = p.weight_bytes, p.recomputes, work.references
+    c = work.model.config
+    p = work.parallel
+    m = work.microbatches
+    w = p.weight_bytes
+    L = len(part.layers)
+    again = int(p.recomputes)
+    references = work.references
+    has_embedding = int(pp_rank == 0)
+    has_output = int(part.output is not None)
+
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
-    yield "cp", "all-gather", m * L * (1 + again + more), kv
+    yield "cp", "all-gather", m * L * (1 + again + references), kv
     yield "cp", "reduce-scatter", m * L, kv
-    share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
-    ends = int(pp_rank == 0) + int(part.output is not None)  # the embedding, and the output
-    gathers = 4 * L + 2 * L * again + ends + more * (2 * L + (part.output is not None))
-    scatters = 4 * L + L * p.repeats_attention + ends + more * (2 * L + (pp_rank == 0))
-    yield "tp", "all-gather", m * gathers, p.tp * share
-    yield "tp", "reduce-scatter", m * scatters, p.tp * share
-    if part.output is not None:  # the loss gathers each token's logsumexp and target logit
+
+    x = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
+    ends = has_embedding + has_output
+    gathers = 4 * L + 2 * L * again + ends + references * (2 * L + has_output)
+    scatters = 4 * L + L * p.repeats_attention + ends + references * (2 * L + has_embedding)
+    yield "tp", "all-gather", m * gathers, p.tp * x
+    yield "tp", "reduce-scatter", m * scatters, p.tp * x
+    if has_output:  # the loss gathers each token's logsumexp and target logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu, False))
         payload = work.tokens * 2 * p.tp * p.grad_bytes / chunks
         # With a reference also for that, and in backward, which computes logits again.
-        yield "tp", "all-gather", m * chunks * (1 + 2 * more), payload
-    neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of all its stages
-    neighbours += more * (p.stages_per_rank - (pp_rank == p.pp - 1))
-    yield "pp", "send", m * neighbours, share
+        yield "tp", "all-gather", m * chunks * (1 + 2 * references), payload
+
+    is_first = pp_rank == 0
+    is_last = pp_rank == p.pp - 1
+    neighbours = 2 * p.stages_per_rank - is_first - is_last  # of all its stages
+    neighbours += references * (p.stages_per_rank - is_last)
+    yield "pp", "send", m * neighbours, x
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
-        rows = elements(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)[0] // p.shard
-        yield "pp", "send", int(rows > 0), rows * p.grad_bytes
+        embedding = size_on_rank(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)
+        own = embedding.trained // p.shard
+        yield "pp", "send", int(own > 0), own * p.grad_bytes
+
+
+def is_of_muon(dim: str, collective: str) -> bool:
+    """Return whether a collective is Muon's exchange of matrices. Experts have an all-to-all of
+    their own, over ep."""
+    return collective == "all-to-all" and dim not in OWN_GROUPS
 
 
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
@@ -205,7 +334,8 @@ def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
         n = parallel.group_size(dim)
-        is_muons = collective == "all-to-all" and dim not in OWN_GROUPS
-        share = 1 if collective == "send" or is_muons else (n - 1) / n
-        sent += share * payload * (2 if collective == "all-reduce" else 1)
+        is_ring = collective != "send" and not is_of_muon(dim, collective)
+        share = (n - 1) / n if is_ring else 1
+        rounds = 2 if collective == "all-reduce" else 1
+        sent += share * payload * rounds
     return round(sent)

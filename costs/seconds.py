@@ -27,10 +27,11 @@ constants below are assumptions that such steps do not tell apart. Letters as in
 
 import functools
 import math
+from typing import NamedTuple
 
 from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
-from costs.page import Traffic, holds, saved, sends
+from costs.page import Traffic, holds, is_of_muon, saved, sends
 from parallel import used_techniques
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
@@ -40,6 +41,71 @@ EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compile
 LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
 CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
+# Of attention backward has 2.5 times the FLOPs of forward, since it recomputes the scores.
+ATTENTION_BACKWARD = 2.5
+
+# ----------------------------------------------------------------- what a token takes in a block
+
+
+class Flops(NamedTuple):
+    """Floating-point operations. Matrix products and attention reach different rates."""
+
+    products: float
+    attention: float
+
+
+def forward_flops(work: Work) -> Flops:
+    """Return the FLOPs of forward: 2 for each element of a matrix; of attention, scores and
+    weighted sums over half of the square."""
+    c = work.model.config
+    D = c.dim
+    F = c.ffn_dim * c.ffn_uses
+    products = 2 * (2 * D * (c.q_dim + c.kv_dim) + 3 * D * F)
+    attention = 2 * (work.document or work.seq_len) * c.q_dim
+    return Flops(products, attention)
+
+
+def recomputed_flops(work: Work) -> Flops:
+    """Return the FLOPs that backward repeats. Selective checkpointing repeats wq, wv and w1, full
+    all; but compiled, neither w2 nor attention (uncompiled, w2 is not repeated either, which is
+    left out here). Several feed-forwards are repeated whole."""
+    c = work.model.config
+    D = c.dim
+    F = c.ffn_dim * c.ffn_uses
+    several = c.ffn_uses > 1  # feed-forwards of a token
+    of_matrix = 2 * D * F  # of w1, w2 or w3
+    forward = forward_flops(work)
+    checkpointing = work.parallel.checkpointing
+    if checkpointing == "full":
+        if work.parallel.repeats_attention:
+            return forward
+        return Flops(forward.products - of_matrix, 0)
+    if checkpointing == "selective":
+        of_ffn = 3 * of_matrix if several else of_matrix
+        return Flops(2 * D * (c.q_dim + c.kv_dim) + of_ffn, 0)
+    if checkpointing == "products" and several:
+        return Flops(3 * of_matrix, 0)
+    return Flops(0, 0)
+
+
+def moved_bytes(work: Work) -> float:
+    """Return the bytes that operations between the products read and write, in all passes."""
+    c = work.model.config
+    p = work.parallel
+    D = c.dim
+    several = c.ffn_uses > 1
+    elements = 10 * D  # norms 4 D, residual sums 6 D
+    elements += (4 if c.qk_norm else 2) * (c.q_dim + c.kv_dim)  # RoPE, and norms of q and k
+    elements += 3 * c.ffn_dim * c.ffn_uses  # SwiGLU
+    if several:
+        elements += 8 * D * c.ffn_uses  # rows that are copied to experts, and added up again
+    passes = 4 if p.recomputes else 3  # backward moves twice as many as forward
+    passes += work.references
+    is_whole = not several or not p.recomputes or p.fixes_shapes(work.on_gpu)
+    is_compiled = p.compile and is_whole  # see stays_uncompiled in recompute.py
+    factor = 1.0 if is_compiled else EAGER_FACTOR
+    return passes * p.weight_bytes * elements * factor
+
 
 # ------------------------------------------------------------------------------ the time of a step
 
@@ -52,45 +118,31 @@ def backwards(work: Work) -> int:
 def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, float]:
     """Return the seconds of forward and backward of a microbatch on one rank, by part, without
     communication: of a `stage` of a pipeline, which is the whole model where there is none."""
-    c, p = work.model.config, work.parallel
-    D, F, V, Q, KV = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size, c.q_dim, c.kv_dim
-    w, several = p.weight_bytes, c.ffn_uses > 1  # feed-forwards of a token
-    stages, gain = p.pp * p.stages_per_rank, math.prod(t.gain for t in used_techniques(p))
+    c = work.model.config
+    p = work.parallel
+    stages = p.pp * p.stages_per_rank
     L = len(layers_of(stage, stages, c.n_layers))
-    V = V if stage == stages - 1 else 0
-
-    # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
-    # the square. Selective checkpointing repeats wq, wv and w1, full all; but compiled, neither w2
-    # nor attention (uncompiled, w2 is not repeated either, which is left out here). Several
-    # feed-forwards are repeated whole.
-    block, output = 2 * (2 * D * (Q + KV) + 3 * D * F), 2 * D * V
-    attention = 2 * (work.document or work.seq_len) * Q
-    full = (block, attention) if p.repeats_attention else (block - 2 * D * F, 0)
-    of_several = 2 * D * 3 * F * several
-    selective = 2 * D * (Q + KV) + (of_several or 2 * D * F)
-    again = {"products": (of_several, 0), "selective": (selective, 0), "full": full}
-    block_again, attention_again = again.get(p.checkpointing, (0, 0))
-    # Bytes per token. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q and k if there
-    # are any, 2 (Q + KV) each, SwiGLU 3 F; rows that are copied to experts and added up again, 8 D
-    # for each. Backward moves twice as many. Softmax, exponential and gradient of the loss: each
-    # reads and writes V, in float32 but for two of them; compiled, three reads and a write of V.
-    elements = 10 * D + (4 if c.qk_norm else 2) * (Q + KV) + 3 * F + 8 * D * c.ffn_uses * several
-    passes = (3 if p.checkpointing == "none" else 4) + work.references
-    is_whole = not several or p.checkpointing == "none" or p.fixes_shapes(work.on_gpu)
-    is_compiled = p.compile and is_whole  # see stays_uncompiled in recompute.py
-    moved = L * passes * w * elements * (1.0 if is_compiled else EAGER_FACTOR)
-    moved += (4 * w if p.compiles_loss(work.on_gpu) else 2 * w + 16) * V
-
+    V = c.vocab_size if stage == stages - 1 else 0
+    w = p.weight_bytes
+    gain = math.prod(technique.gain for technique in used_techniques(p))
     rate = machine.peak * machine.matmul_fraction
     by_flash = work.document or p.cp > 1
-    attention_rate = machine.peak * (
-        machine.flash_fraction if by_flash else machine.attention_fraction
-    )
-    # Backward of attention recomputes the scores: it takes 2.5 times the FLOPs of forward.
-    products = (1 + backwards(work) + work.references) * (L * block / gain + output) / rate
-    products += (3.5 + work.references) * L * attention / attention_rate
-    recompute = L * (block_again / gain / rate + attention_again / attention_rate)
+    fraction = machine.flash_fraction if by_flash else machine.attention_fraction
+    attention_rate = machine.peak * fraction
+
+    forward = forward_flops(work)
+    output = 2 * c.dim * V
+    runs = 1 + backwards(work) + work.references
+    products = runs * (L * forward.products / gain + output) / rate
+    attention_runs = 1 + ATTENTION_BACKWARD + work.references
+    products += attention_runs * L * forward.attention / attention_rate
+    again = recomputed_flops(work)
+    recompute = L * (again.products / gain / rate + again.attention / attention_rate)
     recompute += work.references * output / rate  # the loss of pairs computes its logits again
+    # Softmax, exponential and gradient of the loss: each reads and writes V, in float32 but for two
+    # of them; compiled, three reads and a write.
+    of_logit = 4 * w if p.compiles_loss(work.on_gpu) else 2 * w + 16
+    moved = L * moved_bytes(work) + of_logit * V
     tokens = work.tokens / p.tp  # tp ranks divide the work of each token evenly
     return {
         "products": tokens * products,
@@ -101,57 +153,81 @@ def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, floa
 
 def step_time(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a training step by part, as listed at the top of this file."""
-    p, m, L = work.parallel, work.microbatches, work.model.config.n_layers
-    of_stages = [compute_time(work, machine, i) for i in range(p.pp * p.stages_per_rank)]
+    p = work.parallel
+    m = work.microbatches
+    rate = machine.peak * machine.matmul_fraction
+    of_stages = [compute_time(work, machine, stage) for stage in range(p.pp * p.stages_per_rank)]
     of_ranks = [of_stages[rank :: p.pp] for rank in range(p.pp)]
-    busiest = max(range(p.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
-    parts = {name: m * sum(s[name] for s in of_ranks[busiest]) for name in of_stages[0]}
-    traffic, state = sends(work, busiest), holds(work, busiest)
-    # FSDP copies each payload between parameters and buffers; keys and values are put in order.
-    messages = {key: nbytes for key, (_, nbytes) in traffic.items() if key[1] != "all-to-all"}
-    copied = sum(n for (dim, _), n in messages.items() if PART_OF.get(dim) in ("shard", "cp"))
-    parts["passes"] += 2 * copied / machine.bandwidth
-    parts["optimizer"] = updated_bytes(state) / machine.bandwidth
+    busy = [sum(sum(parts.values()) for parts in of_rank) for of_rank in of_ranks]
+    busiest = busy.index(max(busy))
+    own_stages = of_ranks[busiest]
+    parts = {name: m * sum(stage[name] for stage in own_stages) for name in own_stages[0]}
+
+    traffic = sends(work, busiest)
+    parts["passes"] += 2 * copied_bytes(traffic) / machine.bandwidth
+    # The norm reads gradients, clipping reads and writes them; the optimizer reads them, and reads
+    # and writes as many weights, and its state.
+    state = holds(work, busiest)
+    parts["optimizer"] = (6 * state["gradients"] + 2 * state["optimizer"]) / machine.bandwidth
     if p.optimizer == "muon":
-        flops = flops_of_muon(part_of(work.model, busiest, p.pp, p.stages_per_rank), p)
-        parts["optimizer"] += flops / (machine.peak * machine.matmul_fraction)
+        part = part_of(work.model, busiest, p.pp, p.stages_per_rank)
+        parts["optimizer"] += flops_of_muon(part, p) / rate
 
     forward = (parts["products"] + parts["passes"]) / (1 + backwards(work))
     backward = backwards(work) * forward + parts["recompute"]
-    copies = saved(work)[0] * work.tokens * p.weight_bytes * L * m / CPU_LINK
-    waits = max(0.0, copies - forward) + max(0.0, copies - backward)
-    parts["cpu"] = waits if p.offload_activations else 0.0
-    hides = {  # seconds behind which the collectives of a dimension can hide
-        "tp": parts["products"] / 2,  # messages of --async-tp alone
+    parts["cpu"] = 0.0
+    if p.offload_activations:
+        L = work.model.config.n_layers
+        copied = saved(work).kept * work.tokens * p.weight_bytes * L * m
+        seconds = copied / CPU_LINK
+        parts["cpu"] = max(0.0, seconds - forward) + max(0.0, seconds - backward)
+
+    hidden_by = {  # seconds of computation beside which messages over a dimension can travel
+        "tp": parts["products"] / 2,
         "shard": forward + backward,
         "replicate": backward / m,
     }
-    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
-    parts |= dict.fromkeys((*hides, *OWN_GROUPS), 0.0)
-    hideable = dict.fromkeys(hides, 0.0)
+    hideable = dict.fromkeys(hidden_by, 0.0)
+    parts |= dict.fromkeys((*hidden_by, *OWN_GROUPS), 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, p, machine)
         part = PART_OF.get(dim, dim)
-        if collective == "all-to-all" and dim not in OWN_GROUPS:  # Muon's
+        if is_of_muon(dim, collective):
             parts["optimizer"] += calls * seconds
         elif dim != "pp":
             parts[part] += calls * seconds
-            follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
-            hides_at_all = part in hides and (dim != "tp" or collective == "send")
-            if hides_at_all and not follows_update:
-                hideable[part] += max(0, calls - exposed_calls[part]) * seconds
-    for dim in hides if machine.overlaps else ():
-        parts[dim] -= min(hideable[dim], hides[dim])
+        if part in hideable:
+            hideable[part] += hideable_calls(dim, collective, calls) * seconds
+    if machine.overlaps:
+        for dim, seconds in hidden_by.items():
+            parts[dim] -= min(hideable[dim], seconds)
     if p.pp > 1:
         waits = parts["tp"] + sum(parts[dim] for dim in OWN_GROUPS)
         parts["pp"] = bubble_time(work, forward + backward, waits, traffic, machine)
     return parts
 
 
-def updated_bytes(state: dict[str, float]) -> float:
-    """Return what an update reads and writes: the norm reads gradients, clipping reads and writes
-    them; the optimizer reads them, and reads and writes as many weights, and its state."""
-    return 6 * state["gradients"] + 2 * state["optimizer"]
+def copied_bytes(traffic: Traffic) -> float:
+    """Return the payload that is copied between tensors and buffers: FSDP's; and keys and values,
+    which are put in order."""
+    copied = 0
+    for (dim, collective), (_, nbytes) in traffic.items():
+        if PART_OF.get(dim) in ("shard", "cp") and collective != "all-to-all":
+            copied += nbytes
+    return copied
+
+
+def hideable_calls(dim: str, collective: str, calls: float) -> float:
+    """Return how many calls of a collective over a mesh dimension computation can hide."""
+    if is_of_muon(dim, collective):
+        return 0
+    if dim == "tp":  # the messages of --async-tp
+        return calls if collective == "send" else 0
+    if PART_OF[dim] == "shard":
+        return max(0, calls - 2)
+    if collective == "all-gather":  # ZeRO-1's, of updated weights
+        return 0
+    return max(0, calls - 1)
 
 
 def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine: Machine) -> float:
@@ -194,21 +270,27 @@ def collective_time(
     writes a ring."""
     n, in_node = group_shape(dim, parallel, machine.per_node)
     nodes = n / in_node
-    speed = machine.node_link if nodes == 1 else in_node * machine.link
-    if in_node > 1:
-        speed = min(speed, machine.node_link)
     if collective == "send":  # to one other rank, which may be in another node
-        return LATENCY + nbytes / (machine.node_link if nodes == 1 else machine.link)
+        link = machine.node_link if nodes == 1 else machine.link
+        return LATENCY + nbytes / link
     if collective == "all-to-all":
-        nbytes *= (n - 1) / n if dim in OWN_GROUPS else 1  # of Muon's, only what leaves counts
-        to_node, across = ((part / (n - 1)) * nbytes for part in (in_node - 1, n - in_node))
+        if not is_of_muon(dim, collective):  # of Muon's, only what leaves counts
+            nbytes *= (n - 1) / n
+        to_node = (in_node - 1) / (n - 1) * nbytes
+        across = (n - in_node) / (n - 1) * nbytes
         return LATENCY + max(to_node / machine.node_link, across / machine.link)
+    speed = machine.node_link
+    hops = (n - nodes) * HOP_IN_NODE  # in seconds
+    if nodes > 1:
+        across = in_node * machine.link
+        speed = min(across, machine.node_link) if in_node > 1 else across
+        hops += nodes * HOP_ACROSS
     rounds = 2 if collective == "all-reduce" else 1
-    hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
     return LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
 
 
 def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
-    n, stride = parallel.group_size(dim), parallel.stride(dim)
+    n = parallel.group_size(dim)
+    stride = parallel.stride(dim)
     return n, max(1, math.gcd(n * stride, per_node) // stride)

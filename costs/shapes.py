@@ -13,6 +13,24 @@ from parallel import style_of
 from techniques.parallel_layers import planned_dims
 
 
+class LocalShape(NamedTuple):
+    """A parameter, and the shape that it has on a rank along tp."""
+
+    parameter: nn.Parameter
+    shape: list[int]
+    is_whole: bool  # every rank along tp has all of it
+
+
+class Size(NamedTuple):
+    """How much of a module a rank along tp has."""
+
+    trained: int  # elements
+    frozen: int  # bytes
+
+    def without(self, part: "Size", copies: int = 1) -> "Size":
+        return Size(self.trained - copies * part.trained, self.frozen - copies * part.frozen)
+
+
 class Unit(NamedTuple):
     """What FSDP gathers at once, a block or all that is in none, on a rank along tp."""
 
@@ -24,59 +42,63 @@ class Unit(NamedTuple):
 
 
 @functools.lru_cache(256)
-def shapes_on_rank(
-    module: nn.Module, path: str, tp: int
-) -> list[tuple[nn.Parameter, list[int], bool]]:
-    """Return the parameters of the module at `path` of a model, each with its shape on one of `tp`
-    ranks, and whether that is the whole. Raises UserError for one that PLAN does not cover."""
+def shapes_on_rank(module: nn.Module, path: str, tp: int) -> list[LocalShape]:
+    """Return the parameters of the module at `path` of a model, as one of `tp` ranks has them.
+    Raises UserError for one that PLAN does not cover."""
     found = {}  # a tied matrix is one parameter
     for below, layer in module.named_modules():
         place = ".".join(filter(None, (path, below)))
         dims = planned_dims(style_of(place), place, layer) if tp > 1 else {}
         for name, parameter in layer.named_parameters(recurse=False):
-            shape, dim = list(parameter.shape) or [1], dims.get(name)
+            shape = list(parameter.shape) or [1]
+            dim = dims.get(name)
             if dim is not None:
                 shape[dim] = math.ceil(shape[dim] / tp)
-            found[parameter] = parameter, shape, dim is None
-    return [*found.values()]
+            found[parameter] = LocalShape(parameter, shape, is_whole=dim is None)
+    return list(found.values())
 
 
 @functools.lru_cache(4096)
-def elements(module: nn.Module, path: str, tp: int, w: int, shards: int) -> tuple[int, int]:
-    """Return the trained elements of a module on a rank along tp, and the bytes of its frozen ones:
-    `w` each, if it is no code of one byte. FSDP pads rows to a multiple of `shards`."""
+def size_on_rank(module: nn.Module, path: str, tp: int, weight_bytes: int, shards: int) -> Size:
+    """Return the size of the module at `path` on one of `tp` ranks. A frozen element takes
+    `weight_bytes`, or one byte if it is a code. FSDP pads rows to a multiple of `shards`."""
     trained = frozen = 0
     for parameter, (rows, *columns), _ in shapes_on_rank(module, path, tp):
-        n = math.ceil(rows / shards) * shards * math.prod(columns)
+        padded_rows = math.ceil(rows / shards) * shards
+        elements = padded_rows * math.prod(columns)
         if parameter.requires_grad:
-            trained += n
+            trained += elements
+        elif parameter.is_floating_point():
+            frozen += elements * weight_bytes
         else:
-            frozen += n * (w if parameter.is_floating_point() else 1)
-    return trained, frozen
+            frozen += elements
+    return Size(trained, frozen)
 
 
 def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     """Return the root of a rank's part of a model, and its blocks, which are taken to be alike;
     under --ep also the experts of the blocks."""
-    size = parallel.tp, parallel.weight_bytes, shards
-    L, (number, block) = len(part.layers), next(iter(part.layers.items()))
-    each, each_frozen = elements(block, f"layers.{number}", *size)
-    whole, whole_frozen = elements(part, "", *size)
-    root, root_frozen = whole - L * each, whole_frozen - L * each_frozen
+    L = len(part.layers)
+    number, first_block = next(iter(part.layers.items()))
+    options = parallel.tp, parallel.weight_bytes, shards
+    block = size_on_rank(first_block, f"layers.{number}", *options)
+    root = size_on_rank(part, "", *options).without(block, copies=L)
 
-    def unit(copies: int, trained: int, frozen: int, kind: str = "") -> Unit:
-        gathered_frozen = 0 if parallel.reshard == "adapters" else frozen
-        gathered = trained * parallel.weight_bytes + gathered_frozen
-        return Unit(copies, trained, frozen, gathered, kind)
+    def unit(copies: int, size: Size, kind: str = "") -> Unit:
+        gathered = size.trained * parallel.weight_bytes
+        if parallel.reshard != "adapters":
+            gathered += size.frozen
+        return Unit(copies, size.trained, size.frozen, gathered, kind)
 
-    experts = []
-    if parallel.ep > 1:  # and not over tp and shard
-        place = block.feed_forward.experts, f"layers.{number}.feed_forward.experts"
-        inside, inside_frozen = elements(*place, *size)
-        each, each_frozen = each - inside, each_frozen - inside_frozen
-        size = parallel.ep, parallel.weight_bytes, parallel.expert_shard
-        experts = [unit(L, *elements(*place, *size), "expert_")]
-    return [unit(1, root, root_frozen), unit(L, each, each_frozen), *experts]
+    if parallel.ep == 1:
+        return [unit(1, root), unit(L, block)]
+    # Experts are sharded over ep and expert_shard, and not over tp and shard.
+    experts = first_block.feed_forward.experts
+    path = f"layers.{number}.feed_forward.experts"
+    block = block.without(size_on_rank(experts, path, *options))
+    options = parallel.ep, parallel.weight_bytes, parallel.expert_shard
+    of_experts = size_on_rank(experts, path, *options)
+    return [unit(1, root), unit(L, block), unit(L, of_experts, "expert_")]
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -88,17 +110,20 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
     seq_len tokens, and recomputation is not counted, so that published figures compare.
     In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %."""
-    config, weights = model.config, 0
+    config = model.config
+    attention = 3 * 4 * config.n_layers * config.q_dim * seq_len
+    products = 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             per_weight = 6 if layer.weight.requires_grad else 4
-            weights += per_weight * layer.in_features * layer.out_features
-            of_adapter = (p for name, p in layer.named_parameters() if name.startswith("lora_"))
-            weights += 6 * sum(p.numel() for p in of_adapter)
+            products += per_weight * layer.in_features * layer.out_features
+            for name, parameter in layer.named_parameters():
+                if name.startswith("lora_"):
+                    products += 6 * parameter.numel()
         elif hasattr(layer, "used"):  # of its stacked matrices, by a token
             per_weight = 6 if layer.weight.requires_grad else 4
-            weights += per_weight * layer.used * layer.weight[0].numel()
-    return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len
+            products += per_weight * layer.used * layer.weight[0].numel()
+    return products + attention
 
 
 # Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
