@@ -33,9 +33,9 @@ import finetune_lora
 import preferences
 import rewards
 import train
-from config import FLAGS, LAYOUTS, ParallelConfig, Work, decided, in_float64
+from config import FLAGS, LAYOUTS, STRATEGIES, ParallelConfig, Work, decided, in_float64
 from costs.machines import GPUS, assumed_machine
-from costs.search import SAME_TRAINING, with_mesh_sizes
+from costs.search import with_mesh_sizes
 from data import local_batch
 from finetune_lora import Script
 from lora import LoRA
@@ -83,7 +83,7 @@ class Comparison:
 
     contestants: tuple[str, ...] = flag((),
         "a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
-        f"'fsdp --reshard none'. {', '.join(SAME_TRAINING)}: values of --dp; wrong: hsdp that "
+        f"'fsdp --reshard none'. {', '.join(STRATEGIES)}: values of --dp; wrong: hsdp that "
         "shards across nodes; one: rank 0 alone; bare: its matrix products alone; transformers: "
         "transformers' model and peft's adapters. All are in memory at once (default for compare: "
         "strategies, and ways to keep activations; for limit: bare transformers one)",
