@@ -46,9 +46,10 @@ from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
-from text.chat import Packed, Rows
+from text.bpe import train_tokenizer
 from text.corpora import VAL_FRACTION, Reading, find_files, read_pieces
-from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
+from text.packing import Packed, Rows
+from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- token files
 
@@ -404,7 +405,7 @@ def tokens_done(args: argparse.Namespace, step: int) -> int:
 
 def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
-    World of parallel.py; `dataset` may also be a Packed of text/chat.py."""
+    World of parallel.py; `dataset` may also be a Packed of text/packing.py."""
     n_sequences = args.batch // world.data_size
     first_sequence = tokens_done(args, step - 1) // args.seq_len + world.data_rank * n_sequences
     rows = [row_of(first_sequence + i, dataset.sources, args.seed) for i in range(n_sequences)]

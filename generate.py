@@ -37,7 +37,8 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.processes import Process, init_distributed, run
 from techniques.nf4 import why_no_blocks
-from text.chat import Conversation, drop_oldest, encode_prompt
+from text.targets import drop_oldest, encode_prompt
+from text.templates import Conversation
 from text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -47,7 +47,7 @@ from plumbing.processes import run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
 from text.batch import Batch
-from text.chat import Packed
+from text.packing import Packed
 from text.pairs import pairs
 
 # The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's.

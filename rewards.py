@@ -53,9 +53,10 @@ from plumbing.processes import run
 from runs.flags import add_finetuning_flags, complete_finetuning
 from runs.records import Totals
 from text.batch import Batch
-from text.chat import Rows, encode_prompt
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
+from text.packing import Rows
+from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
 # The largest difference of a token's log p between sampling and training that a run accepts. In

@@ -25,7 +25,7 @@ from files.safetensors import StoredTensor, Weights, open_safetensors, save_safe
 from model import KVCache, Llama, LlamaConfig
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
-from text.tokenizer import Tokenizer
+from text.vocabulary import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -26,7 +26,7 @@ from files.published import model_type
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.messages import UserError
-from text.tokenizer import BYTES_PATTERN, WORD_PATTERN, Tokenizer
+from text.vocabulary import BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
 VERSION, ALIGNMENT = 3, 32  # that of files that name no other
 NAMES = {

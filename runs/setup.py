@@ -43,7 +43,7 @@ class Job:
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
-    train_set: Windows  # or a Packed of text/chat.py, used the same way
+    train_set: Windows  # or a Packed of text/packing.py, used the same way
     val_set: Windows
     exam: Exam | None = None  # taken at evaluations
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py

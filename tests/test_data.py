@@ -14,8 +14,9 @@ from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from runs.rules import choose_steps
+from text.bpe import train_tokenizer
 from text.corpora import Reading, find_files, read_pieces
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.tokenizer import load_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files
 

@@ -42,7 +42,7 @@ from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
-from text.chat import Packed
+from text.packing import Packed
 from train import train_step
 
 BATCH, SEQ, VOCAB = 8, 13, 101
