@@ -10,12 +10,14 @@ import torch
 from test_chat import BYTES, marked
 
 import data
-from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
+from data import Windows, open_windows, row_of, window_of
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from runs.rules import choose_steps
+from text import token_files
 from text.bpe import train_tokenizer
 from text.corpora import Reading, find_files, read_pieces
+from text.token_files import TokenFileWriter, open_token_file
 from text.tokenizer import load_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files
@@ -30,7 +32,7 @@ def documents(directory, split: str) -> str:
 
 def test_tokenize_files_and_lines(tmp_path, text, monkeypatch):
     """By a tokenizer.json, which the token files keep as a tokenizer.model."""
-    monkeypatch.setattr(data, "TOKENS_PER_FILE", 500)
+    monkeypatch.setattr(token_files, "TOKENS_PER_FILE", 500)
     train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
     load_tokenizer(str(tmp_path)).save_published(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
