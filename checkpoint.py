@@ -67,7 +67,8 @@ from plumbing.new_files import remove
 from plumbing.parser import Parser
 from plumbing.processes import note_checkpoint, run
 from plumbing.shards import assign_shard, to_local
-from text.tokenizer import OtherKind, Tokenizer, load_tokenizer
+from text.tokenizer import load_tokenizer
+from text.vocabulary import OtherKind, Tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 

@@ -17,13 +17,11 @@ to save, and the order stays the same when a run is resumed or the number of pro
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
-import resource
 import sys
 import zlib
 from collections import Counter
@@ -31,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -46,77 +43,18 @@ from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
-from text.chat import Packed, Rows
+from text.bpe import train_tokenizer
 from text.corpora import VAL_FRACTION, Reading, find_files, read_pieces
 from text.order import Order
-from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
+from text.packing import Packed, Rows
+from text.token_files import TokenFileWriter, check_ids, open_token_file
+from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- token files
 
-# llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros), then the
-# tokens, whose dtype follows from magic number and version.
-HEADER_BYTES = 256 * 4
-TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-TOKENS_PER_FILE = 100_000_000
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
 ROUND_LENGTH = 1000  # sequences in a round, in which each source has exactly its share
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
-
-
-def open_token_file(path: Path) -> np.ndarray:
-    """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
-    if the file is no token file, or is incomplete."""
-    with contextlib.suppress(OSError, ValueError):  # mapped files stay open: allow the most
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
-        raise UserError(f"{path} is not a token file: write one with data.py tokenize")
-    expected, found = int(header[2]), (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
-    if found != expected or expected == 0:
-        raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))
-
-
-def check_ids(tokens: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a token is not in the tokenizer's vocabulary."""
-    if tokens.max() >= tokenizer.vocab_size:
-        raise UserError(
-            f"the data holds token {tokens.max()}, but tokenizer {tokenizer.name} has only "
-            f"{tokenizer.vocab_size}: give the --tokenizer that the data was made with"
-        )
-
-
-class TokenFileWriter:
-    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of TOKENS_PER_FILE each."""
-
-    def __init__(self, directory: Path, split: str, vocab_size: int):
-        self.directory, self.split = directory, split
-        two_bytes, four_bytes = TOKEN_DTYPES.items()
-        self.kind, self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
-        self.file: BinaryIO | None = None  # the unfinished file
-        self.n_tokens = 0  # tokens in all files
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, beginning a new file whenever one is full."""
-        while len(tokens):
-            number, in_file = divmod(self.n_tokens, TOKENS_PER_FILE)
-            if in_file == 0:
-                self.close()
-                self.file = open(self.directory / f"{self.split}_{number:06d}.bin", "wb")
-                self.file.write(bytes(HEADER_BYTES))  # zeros, so an unfinished file is refused
-            part, tokens = np.split(tokens, [TOKENS_PER_FILE - in_file])
-            self.file.write(part.astype(self.dtype).tobytes())
-            self.n_tokens += len(part)
-
-    def close(self) -> None:
-        """Complete the header of the last file, which may be shorter than the others."""
-        if self.file:
-            in_file = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
-            self.file.seek(0)
-            self.file.write(np.array([*self.kind, in_file], "<i4").tobytes())
-            self.file.close()
-            self.file = None
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading) -> None:
@@ -143,8 +81,11 @@ def _write_token_files(
     Every document begins with `bos`. From the second document of a split on, `eos` precedes `bos`,
     unless the tokenizer has one token for both."""
     writers = {s: TokenFileWriter(directory, s, tokenizer.vocab_size) for s in ("train", "val")}
-    progress = Progress("tokenizing", sum(path.stat().st_size for path in files) / 1e6, " MB")
-    pieces, documents, text_bytes = read_pieces(files, reading), Counter(), 0
+    size = sum(path.stat().st_size for path in files)
+    progress = Progress("tokenizing", size / 1e6, " MB")
+    pieces = read_pieces(files, reading)
+    documents = Counter()
+    text_bytes = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
         while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
@@ -161,12 +102,16 @@ def _write_token_files(
                 progress.add(len(piece.text) / 1e6)  # in characters; some take several bytes
     for writer in writers.values():
         writer.close()
-    train, val = (writer.n_tokens for writer in writers.values())
+    train = writers["train"].n_tokens
+    val = writers["val"].n_tokens
     if not train:
         raise UserError("there is no text to train on: give some, or less --val-fraction")
-    summary = f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of"
-    summary = f"{summary} {documents['val']:,}; {text_bytes / (train + val):.2f} bytes a token"
-    print(summary, file=sys.stderr)
+    bytes_per_token = text_bytes / (train + val)
+    print(
+        f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of "
+        f"{documents['val']:,}; {bytes_per_token:.2f} bytes a token",
+        file=sys.stderr,
+    )
     return {"train_tokens": train, "val_tokens": val}
 
 
@@ -178,11 +123,14 @@ CACHE_VERSION = 3
 def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
     """Return the token files of a corpus in `cache/`. Tokenize the corpus if there are none yet, or
     if a file or the tokenizer has changed since."""
+    files = find_files(data)
     key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash} {reading}".encode())
-    for path in (files := find_files(data)):
+    for path in files:
         stat = path.stat()
-        key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
-    if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
+        file_key = str(path.resolve()), stat.st_size, stat.st_mtime_ns
+        key.update(repr(file_key).encode())
+    directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
+    if not directory.exists():
         tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # of these files
     return sorted(directory.glob("*.bin"))
 
@@ -192,18 +140,30 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
 
     `a=0.7 b=0.3` are two sources; without weights, everything is one. A path that exists is not
     read as SOURCE=WEIGHT. Raise UserError if only some sources have a weight, or one is 0."""
-    matches = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
-    if not any(matches):
+    weights = {}  # of the sources that have one
+    for entry in data:
+        match = re.fullmatch(WEIGHTED_SOURCE, entry)
+        if match and not Path(entry).exists():
+            weights[entry] = match[1], float(match[2])
+    if not weights:
         return [(data, 1)]
-    if not all(matches) or not all(float(match[2]) for match in matches):
+    if not all(entry in weights and weights[entry][1] > 0 for entry in data):
         raise UserError(f"--data {' '.join(data)}: give a weight to each source, as in a=0.7 b=0.3")
-    total = sum(float(match[2]) for match in matches)
-    return [([m[1]], max(1, round(ROUND_LENGTH * float(m[2]) / total))) for m in matches]
+    total = sum(weights[entry][1] for entry in data)
+    sources = []
+    for entry in data:
+        source, weight = weights[entry]
+        places = round(ROUND_LENGTH * weight / total)
+        sources.append(([source], max(1, places)))
+    return sources
 
 
 def paths_of(data: list[str]) -> list[str]:
     """Return the paths in --data, without weights."""
-    return [path for source, _ in sources_of(data) for path in source]
+    paths = []
+    for source, _ in sources_of(data):
+        paths += source
+    return paths
 
 
 def find_token_files(data: list[str]) -> list[Path]:
@@ -221,7 +181,8 @@ def find_token_files(data: list[str]) -> list[Path]:
 def tokenizer_of_token_files(data: list[str]) -> str | None:
     """Return the tokenizer that made the token files in --data: its name, or the path of its file
     beside them; None if --data is text. Raise UserError if there is no data.json."""
-    if not (files := find_token_files(paths_of(data))):
+    files = find_token_files(paths_of(data))
+    if not files:
         return None
     metadata = files[0].with_name("data.json")
     if not metadata.is_file():
@@ -248,11 +209,15 @@ class Windows(ConcatDataset):
         tokenizer: Tokenizer,
         document_mask: bool = False,
     ):
-        # Views of the files, which are read when a window is taken.
-        long_files = (file for file in files if len(file) > seq_len)
-        super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long_files])
-        self.files, self.seq_len = files, seq_len
-        self.tokenizer, self.document_mask = tokenizer, document_mask
+        windows = []  # views of the files, which are read when a window is taken
+        for file in files:
+            if len(file) > seq_len:
+                windows.append(sliding_window_view(file, seq_len + 1)[::seq_len])
+        super().__init__(windows)
+        self.files = files
+        self.seq_len = seq_len
+        self.tokenizer = tokenizer
+        self.document_mask = document_mask
         self.sources = [(len(self), 1)]  # (windows, places in a round) of each source, for row_of
 
     def checksum(self) -> int:
@@ -273,15 +238,18 @@ class Windows(ConcatDataset):
         # None is padding: the tokens of window 0, with all targets masked.
         rows = np.stack([self[i or 0] for i in indices]).astype(np.int64)  # [B, T + 1]
         check_ids(rows, self.tokenizer)
-        tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
-        targets[[i is None for i in indices]] = IGNORE
+        tokens = rows[:, :-1].copy()  # [B, T]
+        targets = rows[:, 1:].copy()  # [B, T]
+        is_padding = [i is None for i in indices]
+        targets[is_padding] = IGNORE
         text_bytes = self.tokenizer.count_bytes(targets)
         positions = None
         if self.document_mask:
             column = np.arange(self.seq_len)  # [T]
             starts = np.where(tokens == self.tokenizer.bos, column, 0)  # [B, T]
             # The last start at or before a token is where its document begins.
-            positions = torch.from_numpy(column - np.maximum.accumulate(starts, axis=1))
+            start = np.maximum.accumulate(starts, axis=1)
+            positions = torch.from_numpy(column - start)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
 
 
@@ -313,9 +281,12 @@ def open_text(
         if document_mask:
             starts = np.union1d(starts, np.flatnonzero(file[:-1] == tokenizer.bos))
         for start, last in itertools.pairwise([*starts.tolist(), len(file) - 1]):
-            sample = file[start : last + 1]  # the last target is the next sample's first input
-            samples.append((sample, np.ones(len(sample), bool)))  # all tokens count in the loss
-    return Packed(samples, seq_len, tokenizer) if document_mask else Rows(samples, tokenizer)
+            ids = file[start : last + 1]  # the last target is the next sample's first input
+            is_target = np.ones(len(ids), bool)
+            samples.append((ids, is_target))
+    if document_mask:
+        return Packed(samples, seq_len, tokenizer)
+    return Rows(samples, tokenizer)
 
 
 def open_windows(
@@ -340,18 +311,25 @@ def open_windows(
         train = [open_token_file(path) for path in paths if "val" not in path.name]
         val = [open_token_file(path) for path in paths if "val" in path.name]
         if train and not val and not val_data:
-            border = len(train[-1]) * 19 // 20
-            train[-1], val = train[-1][:border], [train[-1][border:]]
-        splits = {"training": train} if val_data else {"training": train, "validation": val}
+            last = train.pop()
+            border = len(last) * 19 // 20
+            train.append(last[:border])
+            val.append(last[border:])
+        splits = {"training": train}
+        if not val_data:
+            splits["validation"] = val
         for split, files in splits.items():
-            if (longest := max(map(len, files), default=0)) <= seq_len:
+            longest = max(map(len, files), default=0)
+            if longest <= seq_len:
                 raise UserError(
                     f"the {split} part of {' '.join(source)} is too short: --seq-len {seq_len} "
                     f"needs {seq_len + 1} consecutive tokens, it has {longest}; give more text, or "
                     f"a shorter --seq-len"
                 )
-        sources.append((len(Windows(train, seq_len, tokenizer)), places))
-        train_files, val_files = train_files + train, val_files + val
+        n_windows = len(Windows(train, seq_len, tokenizer))
+        sources.append((n_windows, places))
+        train_files += train
+        val_files += val
     train_set = Windows(train_files, seq_len, tokenizer, document_mask)
     train_set.sources = sources
     if val_data:
@@ -359,9 +337,12 @@ def open_windows(
     return train_set, Windows(val_files, seq_len, tokenizer, document_mask)
 
 
+# --------------------------------------------------------------------------- batches of a step
+
+
 def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
-    World of parallel.py; `dataset` may also be a Packed of text/chat.py."""
+    World of parallel.py; `dataset` may also be a Packed of text/packing.py."""
     n_sequences = order.batch // world.data_size
     first = world.data_rank * n_sequences
     rows = order.rows(step, dataset.sources)[first : first + n_sequences]

@@ -50,9 +50,10 @@ from techniques import nf4
 from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
-from text.chat import Packed, Rows, open_chats
+from text.chat import open_chats
 from text.corpora import Reading
 from text.exams import ROOM, Exam
+from text.packing import Packed, Rows
 
 # fmt: off
 

@@ -38,7 +38,8 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import nonnegative_int
 from plumbing.processes import Process, init_distributed, run
 from techniques.nf4 import why_no_blocks
-from text.chat import Conversation, drop_oldest, encode_prompt
+from text.targets import drop_oldest, encode_prompt
+from text.templates import Conversation
 from text.tokenizer import Tokenizer, load_tokenizer
 
 # fmt: off
@@ -89,14 +90,16 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
     al. 2020, arXiv:1904.09751)."""
     if temperature < 1e-30:  # too small to divide by
         return logits.argmax(-1)
-    logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
+    scaled = logits.float() / temperature
+    logits, order = scaled.sort(-1, descending=True)  # [B, V] both
     if top_k > 0:
         logits[:, top_k:] = -math.inf
     p = logits.softmax(-1)
     before = p.cumsum(-1) - p  # total probability of all more likely tokens
     p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
     ends = p.to(uniform.dtype).cumsum(-1)  # where each token's share of [0, sum of p) ends
-    choice = torch.searchsorted(ends, uniform[:, None] * ends[:, -1:])  # [B, 1]
+    drawn = uniform[:, None] * ends[:, -1:]  # [B, 1]
+    choice = torch.searchsorted(ends, drawn)  # [B, 1]
     return order.gather(1, choice).squeeze(1)
 
 
@@ -124,26 +127,33 @@ def stream(
     A row draws by random numbers of its own, a function of the seed and the row's number (by
     default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
     model itself, without temperature, top_k and top_p."""
-    device, cpu = next(model.parameters()).device, torch.device("cpu")
-    numbers = range(len(prompts)) if numbers is None else numbers
-    draw = partial(torch.rand, max_new_tokens, dtype=widest_float(device))
-    of_rows = [draw(generator=generator_for(f"row {number}", seed, cpu)) for number in numbers]
+    device = next(model.parameters()).device
+    of_rows = []
+    for number in range(len(prompts)) if numbers is None else numbers:
+        generator = generator_for(f"row {number}", seed, torch.device("cpu"))
+        of_rows.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
     uniform = torch.stack(of_rows, 1).to(device)  # [max_new_tokens, B]
     T = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
-    rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
-    positions = torch.tensor(rows, device=device)  # [B, T]
-    cache, running = KVCache(), [True] * len(prompts)
+    padded, places = [], []
+    for prompt in prompts:
+        padding = T - len(prompt)
+        padded.append([0] * padding + prompt)
+        places.append([*range(padding), *range(len(prompt))])
+    tokens = torch.tensor(padded, device=device)  # [B, T]
+    positions = torch.tensor(places, device=device)  # [B, T]
+    cache = KVCache()
+    running = [True] * len(prompts)
     for drawn in uniform:  # `tokens` are first the prompts, then a new one of each row
-        parts = zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1))
-        *_, last = (model(part, positions=at, cache=cache) for part, at in parts)
+        for part, at in zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1)):
+            last = model(part, positions=at, cache=cache)
         logits = last[:, -1].to(device)  # [B, V]
         if not logits.amax(1).isfinite().all():
             raise UserError("the model gives no finite logits: use weights from before it diverged")
         tokens = sample(logits, temperature, top_k, top_p, drawn)[:, None]  # [B, 1]
         if log_p is not None:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_p.append(wide.log_softmax(-1).gather(1, tokens).squeeze(1))
+            log_p_of_all = wide.log_softmax(-1)  # [B, V]
+            log_p.append(log_p_of_all.gather(1, tokens).squeeze(1))
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()
         yield [token if alive else None for token, alive in zip(new, running)]
@@ -154,8 +164,12 @@ def stream(
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):
     """Return the new tokens of each prompt as a list; arguments as for `stream`."""
-    steps = stream(model, prompts, max_new_tokens, **options)
-    return [[token for token in row if token is not None] for row in zip(*steps)]
+    rows = [[] for _ in prompts]
+    for step in stream(model, prompts, max_new_tokens, **options):
+        for row, token in zip(rows, step):
+            if token is not None:
+                row.append(token)
+    return rows
 
 
 # --------------------------------------------------------------------------------- the command
@@ -240,7 +254,8 @@ def answer(
 ) -> Conversation:
     """Print the answer to a message. Return the conversation with both, or as it was if the answer
     is empty, or the message too long even without the exchanges before it."""
-    new, longest = options["max_new_tokens"], model.config.max_seq_len
+    new = options["max_new_tokens"]
+    longest = model.config.max_seq_len
     asked = [*messages, {"role": "user", "content": text}]
     kept = drop_oldest(asked, tokenizer, longest - new)
     prompt = encode_prompt(kept, tokenizer)
@@ -249,16 +264,21 @@ def answer(
     except UserError as error:
         print(f"{error}: type a shorter message", file=sys.stderr)
         return messages
-    if dropped := len(asked) - len(kept):
-        note = f"the conversation and --max-new-tokens {new} are more than the {longest} tokens of"
-        print(f"{note} this model: its {dropped} oldest messages are dropped", file=sys.stderr)
+    if len(kept) < len(asked):
+        print(
+            f"the conversation and --max-new-tokens {new} are more than the {longest} tokens of "
+            f"this model: its {len(asked) - len(kept)} oldest messages are dropped",
+            file=sys.stderr,
+        )
     said = ""
     with contextlib.suppress(KeyboardInterrupt):  # what has been said until then is the answer
         for piece in stream_text(model, prompt, tokenizer, **options):
             said += piece
             print(piece, end="", flush=True)
     print()
-    return [*kept, {"role": "assistant", "content": said}] if said.strip() else messages
+    if not said.strip():
+        return messages
+    return [*kept, {"role": "assistant", "content": said}]
 
 
 def main() -> None:
@@ -273,17 +293,25 @@ def main() -> None:
     adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     texts = args.prompt or [""]  # for a conversation, only to check the length
     system = [{"role": "system", "content": args.system}] if args.system else []
-    if args.chat:
-        chats = [[*system, {"role": "user", "content": text}] for text in texts]
-        prompts = [encode_prompt(messages, tokenizer) for messages in chats]
-    else:
-        prompts = [tokenizer.encode(text, bos=True) for text in texts]
+    prompts = []
+    for text in texts:
+        if args.chat:
+            asked = [*system, {"role": "user", "content": text}]
+            prompts.append(encode_prompt(asked, tokenizer))
+        else:
+            prompts.append(tokenizer.encode(text, bos=True))
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
     directory, config = metadata["directory"], metadata["model"]
     model = load_model(directory, config, adapter, args.base_bits, process.device)
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    options = {name: getattr(args, name) for name in names} | {"stop": tokenizer.stop}
+    options = dict(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop=tokenizer.stop,
+    )
     if has_conversation:
         converse(model, tokenizer, system, **options)
         return

@@ -48,8 +48,8 @@ from runs.flags import Finetuning
 from runs.records import Totals
 from task import Task
 from text.batch import Batch
-from text.chat import Packed
 from text.order import Steps
+from text.packing import Packed
 from text.pairs import pairs
 
 

@@ -52,10 +52,12 @@ from runs.flags import Finetuning
 from runs.records import Totals
 from task import Task
 from text.batch import Batch
-from text.chat import SHOWN, Rows, encode_prompt
+from text.chat import SHOWN
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.order import Steps, window_of
+from text.packing import Rows
+from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
 # The largest difference of a token's log p between sampling and training that a run accepts. In

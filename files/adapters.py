@@ -75,10 +75,10 @@ def gather_adapters(
 
     In a pipeline a rank returns those of its layers, but rank 0 all of them: `holders` are ranks
     that together have all, and send theirs to it."""
-    factors = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True)
-        for name, p in adapters(model).items()
-    }
+    factors = {}
+    for name, parameter in adapters(model).items():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        factors[name] = full.to("cpu", copy=True)
     for holder in holders:
         box = [factors]
         if holder > 0 and dist.get_rank() == holder:
@@ -93,10 +93,9 @@ def save_adapter(
     directory: Path, lora: LoRA, config: LlamaConfig, factors: dict[str, Tensor], base: str
 ) -> None:
     """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
-    stored = {
-        peft_name(name): StoredTensor.of(to_hf_rows(name, config, factor))
-        for name, factor in factors.items()
-    }
+    stored = {}
+    for name, factor in factors.items():
+        stored[peft_name(name)] = StoredTensor.of(to_hf_rows(name, config, factor))
     save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
     content = {
         "peft_type": "LORA",
@@ -129,24 +128,31 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     path, file = (directory / name for name in PEFT_FILES)
     if not path.is_file() or not file.is_file():
         raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
-    content, found = JsonFile(path), open_safetensors(file)
+    content = JsonFile(path)
+    found = open_safetensors(file)
     for key, values in ACCEPTED.items():
-        if (value := content.get(key, values[0])) not in values:
+        value = content.get(key, values[0])
+        if value not in values:
             raise UserError(f"{path} has {key} {value!r:.80}: here only LoRA and DoRA work")
 
-    outside = {"embed_tokens", "lm_head"} & {part for name in found for part in name.split(".")}
-    if outside:
-        raise UserError(
-            f"{file} changes {' and '.join(sorted(outside))}: here an adapter changes matrices of "
-            f"blocks, and its base has the vocabulary that it was made with"
-        )
+    adapted = set()  # matrices that have factors in the file
+    for name in found:
+        parts = name.split(".")
+        if outside := {"embed_tokens", "lm_head"}.intersection(parts):
+            raise UserError(
+                f"{file} changes {min(outside)}: here an adapter changes matrices of blocks, and "
+                f"its base has the vocabulary that it was made with"
+            )
+        matrix, is_factor, _ = name.partition(".lora_")
+        if is_factor:
+            adapted.add(matrix)
+    in_file = {matrix.split(".")[-1] for matrix in adapted}  # q_proj, k_proj, ...
     targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
-    # Matrices that have factors in the file, and those that the config lists: q_proj, k_proj, ...
-    in_file = {name.split(".lora_")[0].split(".")[-1] for name in found if ".lora_" in name}
     listed = content.get("target_modules")
-    listed = {str(name).split(".")[-1] for name in listed} if isinstance(listed, list) else in_file
-    if missing := (listed & {*targets, "lm_head"}) - in_file:
-        raise UserError(f"{file} has no factors for {', '.join(sorted(missing))}")
+    for name in listed if isinstance(listed, list) else []:
+        matrix = str(name).split(".")[-1]
+        if matrix in (*targets, "lm_head") and matrix not in in_file:
+            raise UserError(f"{file} has no factors for {matrix}")
     dropout = content.get("lora_dropout")
     lora = LoRA(
         rank=content.checked("r", content["r"], int),
@@ -161,16 +167,16 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         add_adapters(model, lora)
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
     # A matrix without factors is not adapted: they are zero. But DoRA's magnitudes would not be.
-    missing = {name for name in shapes if peft_name(name) not in found}
-    kinds = {name.rpartition(".")[2] for name in shapes}
-    whole = {n for n in missing if missing >= {f"{n.rpartition('.')[0]}.{k}" for k in kinds}}
-    if whole and lora.dora:
-        raise UserError(f"{file} has no {min(whole)}: here DoRA is on all layers")
-    found |= {peft_name(name): StoredTensor.of(torch.zeros(shapes[name])) for name in whole}
+    for name, shape in shapes.items():
+        if peft_name(name).partition(".lora_")[0] not in adapted:
+            if lora.dora:
+                raise UserError(f"{file} has no {name}: here DoRA is on all layers")
+            found[peft_name(name)] = StoredTensor.of(torch.zeros(shape))
     check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
-    return lora, {
-        name: found[peft_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
-    }
+    factors = {}
+    for name in shapes:
+        factors[name] = found[peft_name(name)].map(partial(to_meta_rows, name, config))
+    return lora, factors
 
 
 def metadata_file(directory: Path) -> Path:
@@ -215,13 +221,17 @@ def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weig
 
     def merge(layer: str, weight: Tensor) -> Tensor:
         base = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        base = rounded(base) if in_4_bits else base
+        if in_4_bits:
+            base = rounded(base)
         if layer.endswith(lora.targets):
-            base = merged_weight(base, lora.scale, *(stored[f"{layer}.{k}"].read() for k in kinds))
+            factors = [stored[f"{layer}.{kind}"].read() for kind in kinds]
+            base = merged_weight(base, lora.scale, *factors)
         return base.to(weight.dtype)
 
     merged = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        merged[name] = weight.map(partial(merge, layer)) if layer.endswith(TARGETS) else weight
+        if layer.endswith(TARGETS):
+            weight = weight.map(partial(merge, layer))
+        merged[name] = weight
     return merged

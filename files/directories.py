@@ -121,7 +121,8 @@ def read_config(directory: Path) -> dict:
     path = metadata_file(directory)
     verify(directory, path.name, "tokenizer.", *SETTINGS)
     content = JsonFile(path)
-    default, saved = LlamaConfig(), content.checked("model", content["model"], dict)
+    default = LlamaConfig()
+    saved = content.checked("model", content["model"], dict)
     # Defaults need no check, which would refuse the 0 of a field that somebody has added.
     fields = {name: value for name, value in saved.items() if value != getattr(default, name, ...)}
     content.checked("step", content["step"], int, above=-1)
@@ -166,16 +167,21 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, Weights]:
         load_tensors({name: tensor}, directory / "weights", alone=True)
         return tensor
 
-    return read_config(directory)["model"], {
-        name: StoredTensor(entry.properties.dtype, tuple(entry.size), partial(read, name))
-        for name, entry in entries.items()
-    }
+    weights = {}
+    for name, entry in entries.items():
+        shape = tuple(entry.size)
+        weights[name] = StoredTensor(entry.properties.dtype, shape, partial(read, name))
+    return read_config(directory)["model"], weights
 
 
 def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
     """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
-    fields = zip(asdict(theirs).items(), asdict(ours).values())
-    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)
+    our_fields = asdict(ours)
+    differences = []
+    for name, value in asdict(theirs).items():
+        if value != our_fields[name]:
+            differences.append(f"{name} {value}, not {our_fields[name]}")
+    return ", ".join(differences)
 
 
 # -------------------------------------------------------------------------------------- checksums
@@ -183,7 +189,8 @@ def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -
 
 def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 digests of files by name, relative to a directory."""
-    digests, paths = {}, list(paths)
+    digests = {}
+    paths = list(paths)
     size = sum(path.stat().st_size for path in paths)
     progress = Progress(f"checksums in {directory}", size / 1e9, " GB")
     for path in paths:
@@ -226,13 +233,17 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
     *lines, last = content.splitlines(keepends=True) or [b""]
     if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
         raise UserError(f"{directory} is not complete: {CHECKSUMS} is missing or damaged. {advice}")
-    shared = dist.is_initialized() and not alone
-    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    entries = (line.decode(errors="replace").strip().partition("  ") for line in lines)
-    digests = {name: digest for digest, _, name in entries}
-    asked = [name for name in digests if name.startswith(prefixes)]
-    names = [name for name in asked if "/" not in name]
-    names += [name for name in asked if "/" in name][rank::size]
+    digests = {}
+    small, large = [], []
+    for line in lines:
+        digest, _, name = line.decode(errors="replace").strip().partition("  ")
+        digests[name] = digest
+        if name.startswith(prefixes):
+            files = large if "/" in name else small
+            files.append(name)
+    if dist.is_initialized() and not alone:
+        large = large[dist.get_rank() :: dist.get_world_size()]
+    names = small + large
     for name in names:
         if not (directory / name).is_file():
             raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
@@ -247,7 +258,8 @@ def newest_undamaged(newest: Path) -> Path:
     another name, and a warning. All ranks call it together, and each reads a share of the files.
 
     Raises UserError if all are damaged."""
-    mine, problems = "", [""] * dist.get_world_size()
+    mine = ""
+    problems = [""] * dist.get_world_size()
     try:
         verify(newest, "")
     except UserError as error:
@@ -346,7 +358,9 @@ def save_stored_tensors(stored: Weights, directory: Path) -> None:
         def lookup_object(self, index: MetadataIndex) -> Tensor:
             return stored[index.fqn].read()
 
-    on_meta = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
+    on_meta = {}
+    for name, tensor in stored.items():
+        on_meta[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     dcp.save(on_meta, checkpoint_id=directory, planner=ReadWhenWritten(), no_dist=True)
 
 

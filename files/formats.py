@@ -25,7 +25,7 @@ from files.safetensors import StoredTensor, Weights, open_safetensors, save_safe
 from model import KVCache, Llama, LlamaConfig
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
-from text.tokenizer import Tokenizer
+from text.vocabulary import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -63,19 +63,24 @@ def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
     others = published.NAMES.get(published.model_type(config), {})
     found = hf_name(name, HF_NAMES | others)
-    return [found.format(i) for i in range(shape[0])] if "{}" in found else [found]
+    if "{}" not in found:
+        return [found]
+    return [found.format(i) for i in range(shape[0])]
 
 
 def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
     """Return a parameter as Hugging Face stores it, by its names there."""
-    first, *others = names = hf_names(name, config, weight.shape)
-    if not others:
-        return {first: weight.map(partial(to_hf_rows, name, config))}
+    names = hf_names(name, config, weight.shape)
+    if len(names) == 1:
+        return {names[0]: weight.map(partial(to_hf_rows, name, config))}
 
-    def one(i: int) -> StoredTensor:
-        return replace(weight, shape=weight.shape[1:], read=lambda: _last_read(weight)[i].clone())
+    def read(i: int) -> Tensor:
+        return _last_read(weight)[i].clone()
 
-    return {part: one(i) for i, part in enumerate(names)}
+    parts = {}
+    for i, part in enumerate(names):
+        parts[part] = replace(weight, shape=weight.shape[1:], read=partial(read, i))
+    return parts
 
 
 @functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
@@ -112,21 +117,25 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
 
 def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: Path) -> None:
     """Raise UserError unless the weights have exactly the expected names and shapes."""
-    common = found.keys() & expected.keys()
+    of_other_shapes, of_integers = [], []
+    for name in found.keys() & expected.keys():
+        shape = tuple(found[name].shape)
+        if shape != expected[name]:
+            of_other_shapes.append(f"{name} {list(shape)}, not {list(expected[name])}")
+        if not found[name].dtype.is_floating_point:
+            of_integers.append(name)
     problems = {
         "lacks {} tensor(s)": expected.keys() - found.keys(),
         "has {} unknown tensor(s)": found.keys() - expected.keys(),
-        "has {} tensor(s) of other shapes": {
-            f"{name} {list(found[name].shape)}, not {list(expected[name])}"
-            for name in common
-            if tuple(found[name].shape) != expected[name]
-        },
-        "has {} tensor(s) of integers": {n for n in common if not found[n].dtype.is_floating_point},
+        "has {} tensor(s) of other shapes": of_other_shapes,
+        "has {} tensor(s) of integers": of_integers,
     }
     messages = []
     for problem, names in problems.items():
         if names:
-            some = sorted(names)[:5] + ["..."] * (len(names) > 5)
+            some = sorted(names)[:5]
+            if len(names) > 5:
+                some.append("...")
             messages.append(f"it {problem.format(len(names))}: {', '.join(some)}")
     if messages:
         raise UserError(f"the weights in {source} are not this Llama's: {'; '.join(messages)}")
@@ -155,13 +164,17 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
 def attends_to_everything(config: LlamaConfig) -> bool:
     """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
     a sliding window, which may be longer than published.TOKENS, they have none."""
-    model, cache = published.with_fixed_weights(Llama(config).double()), KVCache()
+    model = published.with_fixed_weights(Llama(config).double())
+    cache = KVCache()
     position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
     shape = 1, 32_768, config.n_kv_heads, config.head_dim
-    values = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in model.layers]
-    for layer, value in enumerate(values):
+    values = []
+    for layer in range(config.n_layers):
+        value = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
         cache.add(layer, torch.zeros_like(value), value)
-    model(torch.zeros_like(position), positions=position, cache=cache).sum().backward()
+        values.append(value)
+    logits = model(torch.zeros_like(position), positions=position, cache=cache)
+    logits.sum().backward()
     return all(value.grad[:, 0].any() for value in values)
 
 
@@ -170,7 +183,8 @@ def llama_config(file: JsonFile, **fields: Any) -> LlamaConfig:
     default = LlamaConfig()
     for name, value in fields.items():
         own = getattr(default, name, None)
-        kind = type(own if isinstance(own, int | float | str) else value)
+        like = own if isinstance(own, int | float | str) else value
+        kind = type(like)
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
         fields[name] = file.checked(name, value, kind, limit)
     try:
@@ -262,48 +276,59 @@ def note(text: str) -> None:
 
 def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory that transformers' save_pretrained has written."""
-    config, whole = hf_config(directory), "model.safetensors"
-    index = directory / f"{whole}.index.json"
-    if (directory / whole).exists():
-        files = [whole]  # as transformers does
-        if index.exists():
-            note(f"{directory} has {whole}, which is read, and shards, which are not")
-    elif index.exists():
-        content = JsonFile(index)
-        weight_map = content.checked("weight_map", content["weight_map"], dict)
-        files = sorted({*map(str, weight_map.values())})
-    else:
-        files = sorted(path.name for path in directory.glob("model*.safetensors"))
-    if missing := [name for name in files if not (directory / name).is_file()]:
-        raise UserError(f"{directory} lacks {', '.join(missing)}, which {index.name} lists")
-    if not files:
-        raise UserError(f"{directory} has a config.json and no model.safetensors beside it")
+    config = hf_config(directory)
     found: Weights = {}
-    for name in files:
-        tensors = open_safetensors(directory / name)
-        if duplicates := found.keys() & tensors.keys():
-            raise UserError(f"{directory} has {min(duplicates)} in two files")
-        found |= tensors
-    found = {name: t for name, t in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    for path in hf_files(directory):
+        for name, tensor in open_safetensors(path).items():
+            if name in found:
+                raise UserError(f"{directory} has {name} in two files")
+            if not name.endswith("rotary_emb.inv_freq"):
+                found[name] = tensor
     if config.tie_embeddings and "lm_head.weight" in found:
-        output, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
+        output = found.pop("lm_head.weight")
+        embedding = found.get("model.embed_tokens.weight")
         if embedding and not torch.equal(output.read(), embedding.read()):
             raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
 
-    weights, expected = {}, {}
-    for name, shape in parameter_shapes(config).items():
+    shapes = parameter_shapes(config)
+    expected = {}
+    for name, shape in shapes.items():
         names = hf_names(name, config, shape)
         expected |= dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
-
-        def read(name: str = name, names: list[str] = names) -> Tensor:
-            tensors = [found[part].read() for part in names]
-            whole = torch.stack(tensors) if len(tensors) > 1 else tensors[0]
-            return to_meta_rows(name, config, whole)
-
-        dtype = found[names[0]].dtype if names[0] in found else torch.float32  # else refused below
-        weights[name] = StoredTensor(dtype, shape, read)
     check_weights(found, expected, directory)
+
+    def read(name: str, names: list[str]) -> Tensor:
+        tensors = [found[part].read() for part in names]
+        whole = torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+        return to_meta_rows(name, config, whole)
+
+    weights = {}
+    for name, shape in shapes.items():
+        names = hf_names(name, config, shape)
+        weights[name] = StoredTensor(found[names[0]].dtype, shape, partial(read, name, names))
     return config, weights
+
+
+def hf_files(directory: Path) -> list[Path]:
+    """Return the files that hold the weights of a directory of transformers."""
+    whole = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if whole.exists():  # as transformers does
+        if index.exists():
+            note(f"{directory} has {whole.name}, which is read, and shards, which are not")
+        return [whole]
+    if index.exists():
+        content = JsonFile(index)
+        weight_map = content.checked("weight_map", content["weight_map"], dict)
+        files = [directory / name for name in sorted({*map(str, weight_map.values())})]
+    else:
+        files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise UserError(f"{directory} has a config.json and no model.safetensors beside it")
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"{directory} lacks {path.name}, which {index.name} lists")
+    return files
 
 
 def save_hf(
@@ -313,7 +338,8 @@ def save_hf(
 
     transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
     always written: if it were left out, transformers would stop at token 2."""
-    files, file_bytes = [{}], 0
+    files = [{}]  # the tensors of each
+    file_bytes = 0
     for name, weight in weights.items():
         for part, tensor in to_hf_parts(name, config, weight).items():
             if file_bytes and file_bytes + tensor.nbytes > MAX_FILE_BYTES:
@@ -321,19 +347,18 @@ def save_hf(
                 file_bytes = 0
             files[-1][part] = tensor
             file_bytes += tensor.nbytes
-    file_names = ["model.safetensors"]
-    if len(files) > 1:
-        n = len(files)
-        file_names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-        index = {
-            "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
-            "weight_map": {name: file for file, part in zip(file_names, files) for name in part},
-        }
-        (directory / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=1), "utf-8"
-        )
-    for file_name, tensors in zip(file_names, files):
+    weight_map = {}
+    for i, tensors in enumerate(files, 1):
+        file_name = "model.safetensors"
+        if len(files) > 1:
+            file_name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
         save_safetensors(directory / file_name, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file_name)
+    if len(files) > 1:
+        total_size = sum(weight.nbytes for weight in weights.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        path = directory / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=1), "utf-8")
 
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype

@@ -26,7 +26,7 @@ from files.published import model_type
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.messages import UserError
-from text.tokenizer import BYTES_PATTERN, WORD_PATTERN, Tokenizer
+from text.vocabulary import BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
 VERSION, ALIGNMENT = 3, 32  # that of files that name no other
 NAMES = {
@@ -73,7 +73,8 @@ def save_gguf(
     metadata = describe(config) | vocabulary(tokenizer, config.vocab_size)
     metadata["tokenizer.chat_template"] = tokenizer.template
     header = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))
-    header += b"".join(_string(key) + _typed(value) for key, value in metadata.items())
+    for key, value in metadata.items():
+        header += _string(key) + _typed(value)
     offset = 0
     for name, tensor in tensors.items():
         sizes = tensor.shape[::-1]
@@ -88,8 +89,10 @@ def save_gguf(
 
 def gguf_name(name: str) -> str:
     """Return llama.cpp's name of a weight: layers.3.attention.wq.weight -> blk.3.attn_q.weight"""
-    layer, path, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
-    return f"blk.{layer}.{NAMES[path]}.{kind}" if layer else f"{NAMES[path]}.{kind}"
+    match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    layer, path, kind = match.groups()
+    block = f"blk.{layer}." if layer else ""
+    return f"{block}{NAMES[path]}.{kind}"
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
@@ -129,11 +132,13 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
             f"llama.cpp's own converter may make a GGUF file of what --format hf writes"
         )
     vocab, merges = tokenizer.in_printable_characters()
-    tokens, kinds = [f"[unused {i}]" for i in range(size)], np.full(size, UNUSED, "<i4")
+    tokens = [f"[unused {i}]" for i in range(size)]
+    kinds = np.full(size, UNUSED, "<i4")
     groups = (vocab, NORMAL), (tokenizer.added, USER_DEFINED), (tokenizer.special, CONTROL)
     for known, kind in groups:
         for token, i in known.items():
-            tokens[i], kinds[i] = token, kind
+            tokens[i] = token
+            kinds[i] = kind
     described = {
         "model": "gpt2",
         "pre": PATTERNS[tokenizer.word_pattern],
@@ -146,7 +151,8 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     }
     # llama.cpp stops at three tokens that a file names, and at others whose names it knows.
     ends = [token for token in tokenizer.stop if token != tokenizer.eos]
-    described |= {f"{name}_token_id": token for name, token in zip(("eot", "eom"), ends)}
+    for name, token in zip(("eot", "eom"), ends):
+        described[f"{name}_token_id"] = token
     return {f"tokenizer.ggml.{key}": value for key, value in described.items()}
 
 
@@ -159,9 +165,12 @@ def encoded(tensor: Tensor, dtype: DType) -> bytes:
         return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     blocks = tensor.float().reshape(-1, BLOCK).numpy()
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
-    scaled = blocks * np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    rounded = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled).astype(np.int8)
-    return np.hstack([scale.astype("<f2").view(np.int8), rounded]).tobytes()
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    scaled = blocks * inverse
+    size = np.floor(np.abs(scaled) + np.float32(0.5))  # rounded half away from zero
+    rounded = np.copysign(size, scaled).astype(np.int8)
+    scale_bytes = scale.astype("<f2").view(np.int8)
+    return np.hstack([scale_bytes, rounded]).tobytes()
 
 
 def _type_of(tensor: StoredTensor, dtype: DType) -> DType:
@@ -169,12 +178,16 @@ def _type_of(tensor: StoredTensor, dtype: DType) -> DType:
     matrix whose rows are no whole number of blocks."""
     if len(tensor.shape) == 1:
         return torch.float32
-    return torch.float16 if dtype == Q8_0 and tensor.shape[-1] % BLOCK else dtype
+    if dtype == Q8_0 and tensor.shape[-1] % BLOCK:
+        return torch.float16
+    return dtype
 
 
 def _nbytes(tensor: StoredTensor, dtype: DType) -> int:
     n = math.prod(tensor.shape)
-    return n // BLOCK * (2 + BLOCK) if dtype == Q8_0 else n * dtype.itemsize
+    if dtype == Q8_0:
+        return n // BLOCK * (2 + BLOCK)
+    return n * dtype.itemsize
 
 
 def _aligned(n: int) -> int:
@@ -186,14 +199,16 @@ def _write(file: BinaryIO, content: bytes) -> None:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
 
 
 def _typed(value: Any) -> bytes:
     """Return a metadata's type and value: a bool, an int, a float, a string, a list of strings, or
     an array of int32."""
     if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+        strings = b"".join(_string(text) for text in value)
+        return struct.pack("<IIQ", 9, 8, len(value)) + strings
     if isinstance(value, np.ndarray):
         return struct.pack("<IIQ", 9, 5, len(value)) + value.astype("<i4").tobytes()
     if isinstance(value, str):

@@ -23,12 +23,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         refuse(optimizer, "name its parameters, as optimizer_parameters(model).items() does")
     if not optimizer.state:
         create_state(optimizer)
-    named = {
-        f"{name}.{key}": value
-        for group in groups
-        for name, parameter in zip(group["param_names"], group["params"])
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    named = {}
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                named[f"{name}.{key}"] = value
     is_whole = len(named) == sum(map(len, optimizer.state.values()))
     if not is_whole or not all(isinstance(value, Tensor) for value in named.values()):
         refuse(optimizer, STATE_ADVICE)
@@ -45,7 +44,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     AdamW changes no weight then, since it multiplies weight decay by the learning rate. Raises
     UserError for an optimizer that does, or that counts steps outside of its state."""
-    counters, weights = _counters(optimizer), _checksum(optimizer)
+    counters = _counters(optimizer)
+    weights = _checksum(optimizer)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -63,15 +63,18 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _counters(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Return the plain numbers that an optimizer keeps outside of its state."""
-    return [
-        {key: value for key, value in values.items() if isinstance(value, (int, float, tuple))}
-        for values in (vars(optimizer), *optimizer.param_groups)
-    ]
+    counters = []
+    for values in (vars(optimizer), *optimizer.param_groups):
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float, tuple))}
+        counters.append(numbers)
+    return counters
 
 
 @torch.no_grad()
 def _checksum(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return a number for each parameter that changes if the parameter does."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norms = torch._foreach_norm([to_local(parameter) for parameter in parameters])
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += [to_local(parameter) for parameter in group["params"]]
+    norms = torch._foreach_norm(parameters)
     return torch.stack([norm.double() for norm in norms]).tolist()

@@ -79,11 +79,14 @@ def open_safetensors(path: Path) -> Weights:
     except (AttributeError, TypeError, UserError) as error:
         refuse(f"its header is not a JSON object ({error})")
 
-    tensors, ranges = {}, []
+    tensors = {}
+    ranges = []
+    data_start = 8 + length
     for name, entry in entries.items():
         try:
-            dtype, shape, (begin, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
-            dtype, shape = DTYPES[dtype], tuple(shape)
+            dtype = DTYPES[entry["dtype"]]
+            shape = tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
             are_sizes = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (KeyError, TypeError, ValueError):
             are_sizes = False
@@ -91,13 +94,16 @@ def open_safetensors(path: Path) -> Weights:
             refuse(f"{name!r} needs a known dtype, a shape and data_offsets: {entry!s:.200}")
         if begin + math.prod(shape) * dtype.itemsize != end:
             refuse(f"{name!r} does not fill its data_offsets: {entry}")
-        read = partial(_map, path, file_size, 8 + length + begin, dtype, shape)
+        read = partial(_map, path, file_size, data_start + begin, dtype, shape)
         tensors[name] = StoredTensor(dtype, shape, read)
         ranges.append((begin, end))
-    ranges.sort()
-    begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
-    if [*begins, file_size - 8 - length] != [0, *ends]:
-        refuse("its tensors overlap, or leave a gap, or do not end where the file ends")
+    previous_end = 0
+    for begin, end in sorted(ranges):
+        if begin != previous_end:
+            refuse("its tensors overlap, or leave a gap")
+        previous_end = end
+    if data_start + previous_end != file_size:
+        refuse("its tensors do not end where the file ends")
     return tensors
 
 
@@ -133,14 +139,20 @@ def save_safetensors(path: Path, tensors: Weights, metadata: dict[str, str]) -> 
     The widest dtypes come first, so that every tensor is aligned to its dtype."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header, end = {"__metadata__": metadata}, 0
+    header = {"__metadata__": metadata}
+    begin = 0
     for name in order:
-        begin, end = end, end + tensors[name].nbytes
-        dtype, shape = dtype_names[tensors[name].dtype], tensors[name].shape
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        end = begin + tensors[name].nbytes
+        header[name] = {
+            "dtype": dtype_names[tensors[name].dtype],
+            "shape": tensors[name].shape,
+            "data_offsets": (begin, end),
+        }
+        begin = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned, too
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(tensors[name].read().contiguous().view(-1).view(torch.uint8).numpy())
+            tensor = tensors[name].read().contiguous()
+            file.write(tensor.view(-1).view(torch.uint8).numpy())

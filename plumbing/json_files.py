@@ -17,6 +17,15 @@ def parse_json(text: str | bytes, where: object) -> Any:
         raise UserError(f"{where} is damaged: {error}")
 
 
+def check_string(value: object, what: str) -> str:
+    """Return a string that was in a JSON file. Raise UserError for another value.
+
+    JSON can hold half of a character, a lone surrogate, and UTF-8 cannot: it becomes U+FFFD."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} {value!r:.60}: give it as a string")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class JsonFile(dict):
     """The JSON object in a file. Raises UserError for a damaged file and for a missing key."""
 

@@ -46,7 +46,7 @@ class Job:
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
-    train_set: Windows  # or a Packed of text/chat.py, used the same way
+    train_set: Windows  # or a Packed of text/packing.py, used the same way
     val_set: Windows
     data_checksum: int  # by which a resumed run notices other data
     exam: Exam | None  # taken at evaluations

@@ -1,4 +1,5 @@
-"""text/chat.py: conversation files, targets, and rows that several samples share."""
+"""text/conversations.py, targets.py, packing.py and chat.py: files of conversations, which ids are
+targets, and rows that several samples share."""
 
 import json
 import random
@@ -10,10 +11,13 @@ import torch
 from model import IGNORE
 from plumbing.messages import UserError
 from text import chat, conversations
-from text.chat import Packed, encode, encode_prompt, open_samples, pack
+from text.chat import open_samples
 from text.conversations import read_conversations
 from text.corpora import Reading, read_pieces
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.packing import Packed, pack
+from text.targets import encode, encode_prompt
+from text.tokenizer import load_tokenizer
+from text.vocabulary import Tokenizer
 
 BYTES = load_tokenizer("bytes")
 # A tokenizer of bytes with GPT-2's only special token, and so none for chat.

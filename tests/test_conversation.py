@@ -16,7 +16,7 @@ import generate as script
 from files.loading import load_pretrained
 from generate import generate, stream
 from model import LlamaConfig
-from text.chat import encode_prompt
+from text.targets import encode_prompt
 
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}

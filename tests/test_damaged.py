@@ -27,12 +27,13 @@ from plumbing.messages import UserError
 from plumbing.processes import ADVICE
 from runs.records import best_loss
 from text import corpora
-from text.chat import encode
+from text.bpe import train_tokenizer
 from text.conversations import read_conversations
 from text.corpora import Reading, find_files, read_pieces
 from text.exams import Exam
+from text.targets import encode
 from text.templates import _limits
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.tokenizer import load_tokenizer
 
 SEED = int(os.environ.get("SEED", "0"))
 CONFIG = LlamaConfig(16, 2, 2, 1, 24, vocab_size=300)

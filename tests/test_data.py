@@ -9,14 +9,17 @@ import torch
 from test_chat import BYTES, marked
 
 import data
-from data import TokenFileWriter, Windows, open_token_file, open_windows
+from data import Windows, open_windows
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from runs.flags import Pretraining
 from runs.rules import last_step
+from text import token_files
+from text.bpe import train_tokenizer
 from text.corpora import Reading, find_files, read_pieces
 from text.order import row_of, window_of
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.token_files import TokenFileWriter, open_token_file
+from text.tokenizer import load_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files
 
@@ -30,7 +33,7 @@ def documents(directory, split: str) -> str:
 
 def test_tokenize_files_and_lines(tmp_path, text, monkeypatch):
     """By a tokenizer.json, which the token files keep as a tokenizer.model."""
-    monkeypatch.setattr(data, "TOKENS_PER_FILE", 500)
+    monkeypatch.setattr(token_files, "TOKENS_PER_FILE", 500)
     train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
     load_tokenizer(str(tmp_path)).save_published(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))

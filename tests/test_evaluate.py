@@ -18,9 +18,11 @@ from files.loading import load_pretrained
 from model import LlamaConfig
 from plumbing.messages import UserError
 from text import exams
-from text.chat import encode_prompt, open_chats
+from text.bpe import train_tokenizer
+from text.chat import open_chats
 from text.corpora import Reading
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.targets import encode_prompt
+from text.tokenizer import load_tokenizer
 
 WRITTEN, ROOM = 5, 8  # questions whose answer is written, in so many tokens
 

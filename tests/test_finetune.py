@@ -21,8 +21,9 @@ from finetune_lora import load_adapter
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from text.chat import encode_prompt, open_samples
+from text.chat import open_samples
 from text.order import window_of
+from text.targets import encode_prompt
 from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)

@@ -23,9 +23,11 @@ from files.safetensors import StoredTensor
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
 from plumbing.messages import UserError
-from text.chat import encode_prompt
+from text.bpe import train_tokenizer
+from text.targets import encode_prompt
 from text.templates import CHAT_TEMPLATE
-from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from text.tokenizer import load_tokenizer
+from text.vocabulary import Tokenizer
 
 # Models here have large weights, so that attention depends on positions and errors of RoPE show.
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)

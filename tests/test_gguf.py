@@ -26,8 +26,10 @@ from test_published import write as write_kind
 from checkpoint import export_weights
 from files.gguf import Q8_0, encoded
 from model import LlamaConfig
-from text.chat import encode_prompt
-from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from text.bpe import train_tokenizer
+from text.targets import encode_prompt
+from text.tokenizer import load_tokenizer
+from text.vocabulary import Tokenizer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")

@@ -23,8 +23,10 @@ from model import IGNORE, LlamaConfig
 from plumbing.messages import UserError
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
-from text.chat import Packed, encode, open_samples
+from text.chat import open_samples
+from text.packing import Packed
 from text.pairs import docstring_pairs, pairs
+from text.targets import encode
 
 
 def said(role: str, content: str) -> dict:

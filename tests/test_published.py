@@ -1,4 +1,5 @@
-"""text/tokenizer.py: texts to ids, files, training; text/published.py: tokenizers of other models.
+"""text/vocabulary.py, text/tokenizer.py, text/bpe.py: texts to ids, files, training; and
+text/published.py: tokenizers of other models.
 
 Their ids and chats are compared with transformers'."""
 
@@ -20,8 +21,9 @@ from tiktoken.load import load_tiktoken_bpe
 
 from checkpoint import export_weights, read_config
 from plumbing.messages import UserError
-from text.chat import encode, encode_prompt
-from text.tokenizer import load_tokenizer, train_bpe, train_tokenizer
+from text.bpe import train_bpe, train_tokenizer
+from text.targets import encode, encode_prompt
+from text.tokenizer import load_tokenizer
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 

@@ -21,7 +21,8 @@ from data import TokenFileWriter
 from files.formats import save_hf
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
-from text.tokenizer import load_tokenizer, train_tokenizer
+from text.bpe import train_tokenizer
+from text.tokenizer import load_tokenizer
 
 SIZES = "--dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --ffn-dim 48"
 SHORT = "--out {out} --steps 5 --batch 8 --warmup 2 --eval-every 0 --save-every 0 --dtype float64"

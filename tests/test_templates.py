@@ -9,7 +9,7 @@ from test_published import TALK, assert_chats_agree, write
 
 from plumbing.messages import UserError
 from text import templates as templates_module
-from text.chat import encode
+from text.targets import encode
 from text.tokenizer import load_tokenizer
 
 

@@ -37,9 +37,11 @@ class Documents(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # here, since it imports the compiler
 
-        rows = (tensor.flatten(0, 1) for tensor in cast_by_autocast(q, k, v))  # [N, heads, E]
-        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if VARLEN_TAKES_GQA else {}
-        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)  # causal
+        rows = [tensor.flatten(0, 1) for tensor in cast_by_autocast(q, k, v)]  # [N, heads, E]
+        options = {"window_size": (-1, 0)}  # causal
+        if VARLEN_TAKES_GQA:
+            options["enable_gqa"] = q.shape[2] != k.shape[2]
+        return varlen_attn(*rows, *self, **options).view_as(q)
 
 
 @dataclass
@@ -64,7 +66,8 @@ class Batch:
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
         """Return the sum of x [B, T] over each document, [B, R], of rows that begin with one."""
-        return x.new_zeros(self.starts.shape).scatter_add(1, self.document_numbers, x)
+        sums = x.new_zeros(self.starts.shape)
+        return sums.scatter_add(1, self.document_numbers, x)
 
     @property
     def document_numbers(self) -> Tensor:
@@ -87,8 +90,11 @@ class Batch:
     def microbatches(self, size: int) -> list["Batch"]:
         """Return microbatches of `size` sequences, the last of which may have fewer. Their
         `text_bytes` are those of the whole batch."""
-        rows = (slice(start, start + size) for start in range(0, len(self.tokens), size))
-        return [self._with_tensors(itemgetter(part)) for part in rows]
+        parts = []
+        for start in range(0, len(self.tokens), size):
+            rows = slice(start, start + size)
+            parts.append(self._with_tensors(itemgetter(rows)))
+        return parts
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
@@ -100,9 +106,12 @@ class Batch:
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed = {name: change(t) for name, t in vars(self).items() if isinstance(t, Tensor)}
-        changed["target_values"] = {name: change(t) for name, t in self.target_values.items()}
-        return replace(self, **changed)
+        changed = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+        target_values = {name: change(value) for name, value in self.target_values.items()}
+        return replace(self, **changed, target_values=target_values)
 
 
 def as_computed(loss: Tensor, batch: Batch) -> Tensor:
@@ -119,8 +128,10 @@ def document_starts(positions: Tensor) -> Tensor:
     T = positions.shape[1]
     is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
     number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
-    R = 1 << (int(number.max()) - 1).bit_length()  # rounded up to a power of 2
-    R = MOST_STARTS[T] = max(MOST_STARTS.get(T, 1), R)
+    most = int(number.max())
+    R = 1 << (most - 1).bit_length()  # rounded up to a power of 2
+    R = max(R, MOST_STARTS.get(T, 1))
+    MOST_STARTS[T] = R
     starts = positions.new_full((len(positions), R), T)
     rows, columns = is_start.nonzero(as_tuple=True)
     starts[rows, number[rows, columns] - 1] = columns
@@ -129,5 +140,7 @@ def document_starts(positions: Tensor) -> Tensor:
 
 def flat_starts(starts: Tensor, T: int) -> Tensor:
     """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
-    first_of_row = torch.arange(0, len(starts) * T, T, dtype=torch.int32, device=starts.device)
-    return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=len(starts) * T)
+    N = len(starts) * T
+    first_of_row = torch.arange(0, N, T, dtype=torch.int32, device=starts.device)
+    flat = (starts + first_of_row[:, None]).flatten()
+    return F.pad(flat, (0, 1), value=N)

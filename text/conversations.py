@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from plumbing.json_files import check_string
 from plumbing.messages import UserError, print_rank_zero
 from text.corpora import (
     Reading,
-    check_string,
     document_name,
     kind_of,
     read_records,
     split_of,
     standard_library,
 )
-
-# Messages: {"role": "user", "content": "Hi"}, and what else the template reads.
-Conversation = list[dict[str, Any]]
+from text.templates import OPTIONAL_FIELDS, Conversation
 
 # --------------------------------------------------------------------------- conversation files
 
@@ -35,8 +33,6 @@ Conversation = list[dict[str, Any]]
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 ROLES |= dict(developer="system", human="user", gpt="assistant", ipython="tool", function="tool")
 ALIASES = {"from": "role", "value": "content"}  # ShareGPT's names of a message's fields
-# Fields of a message that a chat template may write, or may not know.
-OPTIONAL_FIELDS = ("tool_calls", "function_call", "reasoning_content")
 MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "train", *OPTIONAL_FIELDS}
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
 # Fields that make a line: a list of messages, or a question and its answer.
@@ -109,17 +105,18 @@ def conversation_of(record: dict, where: str) -> Conversation:
         raise UserError(f"{where}: both {both}: leave one of them out")
     name, *answer = found[0]
     if answer:
-        names = (name, "input", *answer)
-        texts = [check_string(record.get(n, ""), f'{where}: "{n}" is') for n in names]
-        messages = _one_turn("\n\n".join(filter(None, texts[:2])), texts[2])
-    elif not isinstance(messages := record[name], list):
-        raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
-    turns = record.get("history", [])
-    if not isinstance(turns, list) or any(not isinstance(t, list) or len(t) != 2 for t in turns):
-        raise UserError(f'{where}: "history" is no list of [question, answer]')
-    messages = [*itertools.chain(*(_one_turn(*turn) for turn in turns)), *messages]
-    messages = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, 1)]
-    if system := check_string(record.get("system", ""), f'{where}: "system" is'):
+        question = _text_of(record, name, where)
+        if more := _text_of(record, "input", where):
+            question = f"{question}\n\n{more}" if question else more
+        turns = _one_turn(question, _text_of(record, answer[0], where))
+    else:
+        turns = record[name]
+        if not isinstance(turns, list):
+            raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
+    messages = []
+    for i, turn in enumerate([*_history(record, where), *turns], 1):
+        messages.append(_message(turn, f"{where}: message {i}"))
+    if system := _text_of(record, "system", where):
         if messages and messages[0]["role"] == "system":
             raise UserError(f'{where}: both a "system" and a system message: leave one out')
         messages.insert(0, {"role": "system", "content": system})
@@ -132,8 +129,23 @@ def conversation_of(record: dict, where: str) -> Conversation:
     return messages
 
 
+def _text_of(record: dict, name: str, where: str) -> str:
+    return check_string(record.get(name, ""), f'{where}: "{name}" is')
+
+
 def _one_turn(prompt: str, answer: str) -> Conversation:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _history(record: dict, where: str) -> Conversation:
+    """Return the messages of earlier turns."""
+    turns = record.get("history", [])
+    messages = []
+    for turn in turns if isinstance(turns, list) else [None]:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise UserError(f'{where}: "history" is no list of [question, answer]')
+        messages += _one_turn(*turn)
+    return messages
 
 
 def _is_trained_on(fields: dict, where: str) -> bool:
@@ -161,31 +173,44 @@ def _message(message: object, which: str) -> dict[str, Any]:
     """Return a message of a conversation file. Raise UserError if it is not valid."""
     if not isinstance(message, dict):
         raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    # A null is a missing field, and so are an empty list of calls and empty reasoning.
-    given = {k: v for k, v in message.items() if v or (v is not None and k not in OPTIONAL_FIELDS)}
-    message = {ALIASES.get(key, key): value for key, value in given.items()}
-    if len(message) < len(given):
-        raise UserError(f"{which} has its role or content by two names: leave one of them out")
-    role, calls = message.get("role"), message.get("tool_calls", [])
+    given = {}
+    for name, value in message.items():
+        # A null is a missing field, and so are an empty list of calls and empty reasoning.
+        if value is None or (not value and name in OPTIONAL_FIELDS):
+            continue
+        name = ALIASES.get(name, name)
+        if name in given:
+            raise UserError(f"{which} has its role or content by two names: leave one of them out")
+        given[name] = value
+    role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    message["role"] = ROLES[role]
+    given["role"] = ROLES[role]
+    _read_arguments(given.get("tool_calls", []), which)
+    is_call = "tool_calls" in given or "function_call" in given
+    if "content" in given or not is_call:
+        given["content"] = check_string(given.get("content"), f'{which} has the "content"')
+    if given["role"] == "assistant":
+        if not (is_call or given["content"].strip()):
+            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
+        is_trained_on = _is_trained_on(given, which)
+        given.pop("weight", None)
+        given.pop("train", None)
+        if not is_trained_on:
+            given["train"] = False
+    return given
+
+
+def _read_arguments(calls: list, which: str) -> None:
+    """Read the arguments of calls, which may be JSON in a text: templates take an object."""
     try:
-        for function in (call["function"] for call in calls):
-            if isinstance(function.get("arguments"), str):  # templates take an object
+        for call in calls:
+            function = call["function"]
+            if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"] or "{}")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         expected = '[{"function": {"name": "...", "arguments": {...}}}, ...]'
         raise UserError(f'{which} has the "tool_calls" {calls!r:.60}: give {expected}')
-    is_call = calls or "function_call" in message
-    if "content" in message or not is_call:
-        message["content"] = check_string(message.get("content"), f'{which} has the "content"')
-    if message["role"] == "assistant":
-        if not (is_call or message["content"].strip()):
-            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-        train = {} if _is_trained_on(message, which) else {"train": False}
-        message = {k: v for k, v in message.items() if k not in ("weight", "train")} | train
-    return message
 
 
 # ------------------------------------------------------------------------- the default data set
@@ -202,16 +227,20 @@ def docstrings() -> Iterator[Sample]:
     Modules are held out as files are in pretraining on `python`, so validation is on functions
     that a model pretrained there has not seen. Each source occurs once. Training modules come
     first ("train" before "val"), so a function that is also in one of them is never held out."""
-    names = ((document_name(path), path) for path in standard_library())
+    modules = []
+    for path in standard_library():
+        name = document_name(path)
+        modules.append((split_of(name), name, path))
     seen = set()
-    for split, name, path in sorted((split_of(name), name, path) for name, path in names):
+    for split, name, path in sorted(modules):
         text = path.read_text(encoding="utf-8")
         lines = text.split("\n")  # not splitlines(): Python's line numbers ignore form feeds
         for function in ast.walk(ast.parse(text)):
             docstring = isinstance(function, Function) and ast.get_docstring(function)
             if not docstring:
                 continue
-            summary = " ".join(re.split(r"\n\s*\n", docstring)[0].split())  # its first paragraph
+            first_paragraph = re.split(r"\n\s*\n", docstring)[0]
+            summary = " ".join(first_paragraph.split())
             source = _without_docstring(function, lines)
             fits = 0 < len(source) <= MAX_SOURCE_LENGTH and len(summary) in SUMMARY_LENGTHS
             if fits and source not in seen:
@@ -232,7 +261,8 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
     start = min(node.lineno for node in [function, *function.decorator_list])
     source = lines[start - 1 : docstring.lineno - 1]
     source += lines[docstring.end_lineno : function.end_lineno]
-    return "\n".join(line.removeprefix(" " * function.col_offset) for line in source)
+    indentation = " " * function.col_offset
+    return "\n".join(line.removeprefix(indentation) for line in source)
 
 
 # ----------------------------------------------------------------------------------- both kinds
@@ -248,8 +278,9 @@ def conversations(
     """Return the samples of --data. Pairs (text/pairs.py) have three other arguments."""
     if data == ["python"] and not Path("python").exists():
         return [*(default or docstrings)()]
-    files = files_of(data, expected)
-    samples = [s for file in files for s in read_conversations(file, reading, parse, expected)]
+    samples = []
+    for file in files_of(data, expected):
+        samples += read_conversations(file, reading, parse, expected)
     if not samples:
         raise UserError(f"{' '.join(data)} holds no conversation: give lines like {expected}")
     return samples
@@ -259,7 +290,10 @@ def files_of(data: list[str], expected: str) -> Iterator[Path]:
     """Yield the files of --data, and those inside its directories. Raise UserError, which asks for
     lines like `expected`, where a directory has none."""
     for path in map(Path, data):
-        inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
-        if not (files := sorted(inside) if path.is_dir() else [path]):
+        if not path.is_dir():
+            yield path
+            continue
+        files = sorted(file for file in path.rglob("*") if kind_of(file) == ".jsonl")
+        if not files:
             raise UserError(f"{path} holds no .jsonl file: give one with lines like {expected}")
         yield from files

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from plumbing.json_files import parse_json
+from plumbing.json_files import check_string, parse_json
 from plumbing.messages import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
@@ -77,10 +77,17 @@ def find_files(sources: Iterable[str]) -> list[Path]:
             files += standard_library()
         elif path.is_dir():
             suffixes = (".txt", ".jsonl", ".md", ".py")
-            kinds = {p: _kind(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-            if not (found := sorted(p for p, kind in kinds.items() if kind in suffixes)):
+            found = []
+            left_out = Counter()
+            for file in sorted(path.rglob("*")):
+                kind = _kind(file.relative_to(path))
+                if kind in suffixes and file.is_file():
+                    found.append(file)
+                elif file.is_file():
+                    left_out[kind] += 1
+            if not found:
                 raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
-            if left_out := Counter(kind for kind in kinds.values() if kind not in suffixes):
+            if left_out:
                 counts = ", ".join(f"{n:,} {kind}" for kind, n in left_out.most_common())
                 line = f"{source}: {len(found):,} files; left out: {counts}"
                 print_rank_zero(line, file=sys.stderr)
@@ -258,12 +265,3 @@ def read_records(
                 if not isinstance(record, dict):
                     raise UserError(f"{where}: {line!r:.60} is not a JSON object: give {expected}")
                 yield number, where, record
-
-
-def check_string(value: object, what: str) -> str:
-    """Return a string that was in a JSON file. Raise UserError for another value.
-
-    JSON can hold half of a character, a lone surrogate, and UTF-8 cannot: it becomes U+FFFD."""
-    if not isinstance(value, str):
-        raise UserError(f"{what} {value!r:.60}: give it as a string")
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -8,9 +8,11 @@ Examples may precede the question in its text. A choice follows after a space.
 
 from pathlib import Path
 
+from plumbing.json_files import check_string
 from plumbing.messages import UserError
-from text.chat import Encoded, Rows, encode_prompt
-from text.corpora import check_string, read_records
+from text.corpora import read_records
+from text.packing import Encoded, Rows
+from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
 QUESTIONS = '{"question": "...", "choices": ["...", ...], "answer": 0} or {"question", "answer"}'

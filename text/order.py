@@ -18,12 +18,14 @@ def window_of(sequence: int, n: int, seed: int) -> int:
     permuted again until it is below n. This permutes the numbers below n ("cycle walking")."""
     epoch, i = divmod(sequence, n)
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits in each half of an integer
+    low_bits = (1 << half) - 1
     while True:
-        left, right = i >> half, i & ((1 << half) - 1)
+        left, right = i >> half, i & low_bits
         for feistel_round in range(4):
             key = f"{seed} {epoch} {feistel_round} {right}".encode()
-            mask = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-            left, right = right, left ^ (mask & ((1 << half) - 1))
+            digest = hashlib.blake2b(key, digest_size=8).digest()
+            mask = int.from_bytes(digest, "little") & low_bits
+            left, right = right, left ^ mask
         i = left << half | right
         if i < n:
             return i
@@ -36,12 +38,14 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
     A round has every place once, in an order that depends on seed and round. So after each round
     the sources have had exactly their shares. Within a source the order is window_of's."""
     places = sum(n_places for _, n_places in sources)
-    nth_round, place = sequence // places, window_of(sequence, places, seed)
+    nth_round = sequence // places
+    place = window_of(sequence, places, seed)
     first_row = 0
     for rows, n_places in sources:
         if place < n_places:
             return first_row + window_of(nth_round * n_places + place, rows, seed)
-        place, first_row = place - n_places, first_row + rows
+        place -= n_places
+        first_row += rows
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ lists of both answers may repeat the prompt. Without a prompt, "chosen" and "rej
 conversations: lists of messages, or texts in which "Human:" and "Assistant:" begin a turn, as in
 Anthropic's HH.
 
-A pair is a Sample with two conversations. text/chat.py packs both into one row, so that no rank and
-no microbatch has one without the other. Targets are all answers but those in the messages with
+A pair is a Sample with two conversations. text/packing.py packs both into one row, so that no rank
+and no microbatch has one without the other. Targets are all answers but those in the messages with
 which both begin.
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 from plumbing.json_files import parse_json
 from plumbing.messages import UserError
 from text.templates import token_names
-from text.tokenizer import BYTE_OF_CHARACTER, OtherKind, Tokenizer
+from text.vocabulary import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
 STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
@@ -37,9 +37,11 @@ class PublishedTokenizer(Tokenizer):
         except Exception as error:  # `tokenizers` raises nothing more special
             raise UserError(f"{path} is no tokenizer: {error}")
         # What the package has understood, which has checked it, rather than the file once more.
-        model, first = self.inner.model, self.inner.pre_tokenizer
+        model = self.inner.model
+        first = self.inner.pre_tokenizer
         words = first.__getstate__().decode() if first else "null"
-        is_byte_level, is_bpe = '"ByteLevel"' in words, isinstance(model, tokenizers.models.BPE)
+        is_byte_level = '"ByteLevel"' in words
+        is_bpe = isinstance(model, tokenizers.models.BPE)
         falls_back = is_bpe and model.byte_fallback and '"Metaspace"' not in words
         if not is_bpe or not (is_byte_level or falls_back):
             raise OtherKind(
@@ -52,22 +54,24 @@ class PublishedTokenizer(Tokenizer):
         self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
         added = self.inner.get_added_tokens_decoder()
-        ids = {token.content: i for i, token in added.items()}
-        self.special = {token.content: i for i, token in added.items() if token.special}
         vocab = self.inner.get_vocab(with_added_tokens=False)
         self.pieces = {i: _bytes_of(token, is_byte_level) for token, i in vocab.items()}
-        self.pieces |= {i: token.content.encode() for i, token in added.items()}
+        self.special, self.added, self.spaces = {}, {}, {}
+        for i, token in added.items():
+            kind = self.special if token.special else self.added
+            kind[token.content] = i
+            self.pieces[i] = token.content.encode()
+            self.spaces[token.content] = token.lstrip, token.rstrip
         self.vocab_size = max(self.pieces, default=0) + 1
         if self.vocab_size > 1 << 24:  # not every id needs a token, but its bytes are counted
             raise UserError(f"{path} has a token of the id {self.vocab_size - 1:,}: is it damaged?")
         self.beginning = self._ids_before_a_text()
         # The token that ends a text need not be special in the file.
         end = token_names(path.parent).get("eos_token")
-        if end in ids:
-            self.special[end] = ids[end]
+        if end in self.added:
+            self.special[end] = self.added.pop(end)
+        if end in self.special:
             self.inner.add_special_tokens([end])
-        self.added = {name: i for name, i in ids.items() if name not in self.special}
-        self.spaces = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
         self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
@@ -86,12 +90,18 @@ class PublishedTokenizer(Tokenizer):
 
     def _ids_before_a_text(self) -> list[int]:
         """Return the ids that the file puts before a text. It may put others after it."""
-        whole, text = (self._ids_of("a", add_special_tokens=on) for on in (True, False))
-        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
+        whole = self._ids_of("a", add_special_tokens=True)
+        text = self._ids_of("a", add_special_tokens=False)
+        for i in range(len(whole)):
+            if whole[i : i + len(text)] == text:
+                return whole[:i]
+        return []
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self._ids_of(text, add_special_tokens=False)
-        return self.beginning + ids or [self.bos] if bos else ids  # a prompt is never empty
+        if not bos:
+            return ids
+        return self.beginning + ids or [self.bos]  # a prompt is never empty
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)
@@ -102,8 +112,10 @@ class PublishedTokenizer(Tokenizer):
 
     def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
         content = parse_json(self.files["tokenizer.json"], self.name)
-        merges = (m.split(" ") if isinstance(m, str) else m for m in content["model"]["merges"])
-        return self.inner.get_vocab(with_added_tokens=False), [tuple(pair) for pair in merges]
+        merges = []
+        for pair in content["model"]["merges"]:
+            merges.append(tuple(pair.split(" ") if isinstance(pair, str) else pair))
+        return self.inner.get_vocab(with_added_tokens=False), merges
 
 
 def _pattern_of(pre_tokenizer: dict) -> str | None:

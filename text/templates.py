@@ -15,10 +15,15 @@ import signal
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from plumbing.json_files import JsonFile
+from plumbing.json_files import JsonFile, check_string
 from plumbing.messages import UserError
-from text.corpora import check_string
+
+# Messages: {"role": "user", "content": "Hi"}, and what else the template reads.
+Conversation = list[dict[str, Any]]
+# Fields of a message that a chat template may write, or may not know.
+OPTIONAL_FIELDS = ("tool_calls", "function_call", "reasoning_content")
 
 # Llama 3's form, in Meta's words, since ollama recognizes a template by its likeness to Meta's.
 CHAT_TEMPLATE = (

@@ -43,8 +43,8 @@ from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
-from text.chat import Packed
 from text.order import Order, Steps
+from text.packing import Packed
 
 BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
