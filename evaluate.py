@@ -191,13 +191,11 @@ def take_exam(
     """Return the scores by name, each a fraction of questions answered right; and the questions,
     with the model's log-likelihoods or answer. Ranks share the choices; all write every answer."""
     rows = range(len(exam.choices))
-    losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
-    stop, answers = exam.tokenizer.stop, []
-    for start in until_signal(range(0, len(exam.prompts), microbatch)):
-        batch = exam.prompts[start : start + microbatch]
-        answers += generate(model, batch, exam.room, temperature=0, stop=stop)
-    texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
-    details, marks = [], defaultdict(list)
+    loss_of_choices = row_sums(model, exam.choices, rows, microbatch, world)[:, 0]
+    losses = iter(loss_of_choices.tolist())
+    lines = iter(write_answers(model, exam, microbatch))
+    details = []
+    marks = defaultdict(list)
     for question in exam.questions:
         answer = question["answer"]
         if choices := question.get("choices"):
@@ -207,10 +205,23 @@ def take_exam(
             marks["exam_normalized"].append(normalized.index(max(normalized)) == answer)
             details.append(question | {"log_likelihoods": scores})
         else:
-            line = next(texts).partition("\n")[0].strip()
+            line = next(lines)
             marks["exam_exact"].append(line == answer.strip())
             details.append(question | {"written": line})
     return {name: sum(each) / len(each) for name, each in marks.items()}, details
+
+
+def write_answers(model: Llama, exam: Exam, microbatch: int) -> list[str]:
+    """Return the first line of the model's answer to each prompt of an exam."""
+    tokenizer = exam.tokenizer
+    lines = []
+    for start in until_signal(range(0, len(exam.prompts), microbatch)):
+        prompts = exam.prompts[start : start + microbatch]
+        for tokens in generate(model, prompts, exam.room, temperature=0, stop=tokenizer.stop):
+            text = tokenizer.decode(token for token in tokens if token not in tokenizer.stop)
+            line, _, _ = text.partition("\n")
+            lines.append(line.strip())
+    return lines
 
 
 def describe_exam(right: dict[str, float]) -> str:

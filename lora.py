@@ -66,13 +66,17 @@ class LoRA:
 def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
     `row_scale` is None unless W is in 4 bits. A scale of 0 leaves the adapter out. DoRA does not
-    scale the bias, as in PEFT."""
-    # The product is computed in W's dtype; where W is in 4 bits, in autocast's.
-    dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
-    flat = x.flatten(0, -2).to(dtype)  # [n, in]
-    y = flat @ weight.T if row_scale is None else product_in_4_bits(flat, weight, row_scale)
+    scale the bias, as in PEFT. The arguments stand in the order of shard_product's placements."""
+    if row_scale is None:
+        flat = x.flatten(0, -2).to(weight.dtype)  # [n, in]
+        y = flat @ weight.T
+    else:
+        (cast,) = cast_by_autocast(x)
+        flat = cast.flatten(0, -2)
+        y = product_in_4_bits(flat, weight, row_scale)
     if A is not None and scale:
-        y = with_adapter(y, F.dropout(flat, dropout), A.to(dtype), B.to(dtype), scale)
+        dropped = F.dropout(flat, dropout)
+        y = with_adapter(y, dropped, A.to(flat.dtype), B.to(flat.dtype), scale)
     if magnitude is not None and scale:
         y = with_lengths(y, magnitude, norms)
     if bias is not None:
@@ -100,9 +104,11 @@ class LoRALinear(nn.Linear):
         super().__init__(width, out, bias=False, device="meta")
         for name in self.PARAMETERS:
             self.register_parameter(name, None)
-        self.weight, self.bias = base.weight, base.bias
+        self.weight = base.weight
+        self.bias = base.bias
         self.training = base.training
-        self.lora, self.is_off = lora, False
+        self.lora = lora
+        self.is_off = False  # within adapters_off
         if bits == 4:
             empty_bytes = partial(base.weight.new_empty, dtype=torch.uint8)
             self.weight = nn.Parameter(empty_bytes(packed_shape(out, width)), requires_grad=False)
@@ -116,7 +122,9 @@ class LoRALinear(nn.Linear):
         self.product: Callable = product
 
     def forward(self, x: Tensor) -> Tensor:
-        norms = None if self.lora_magnitude is None else self.row_norms()
+        norms = None
+        if self.lora_magnitude is not None:
+            norms = self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
         scale = 0.0 if self.is_off else self.lora.scale
         return self.product(x, *self.ordered_parameters(), norms, dropout, self.bias, scale)
@@ -134,22 +142,30 @@ class LoRALinear(nn.Linear):
         norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
             return norms
-        mesh, placements = self.weight.device_mesh, self.weight.placements
-        partial_placements = [Partial() if p.is_shard(1) else p for p in placements]
-        summed_placements = [Replicate() if p.is_shard(1) else p for p in placements]
-        whole_shape = dict(shape=torch.Size([self.out_features]), stride=(1,))
+        partial_sums, sums = [], []  # placements before and after the all-reduce
+        for placement in self.weight.placements:
+            has_parts = placement.is_shard(1)  # a rank has a part of each row
+            partial_sums.append(Partial() if has_parts else placement)
+            sums.append(Replicate() if has_parts else placement)
         squares = DTensor.from_local(
-            norms.square(), mesh, partial_placements, run_check=False, **whole_shape
+            norms.square(),
+            self.weight.device_mesh,
+            partial_sums,
+            run_check=False,
+            shape=torch.Size([self.out_features]),
+            stride=(1,),
         )
-        return squares.redistribute(placements=summed_placements).sqrt()  # the all-reduce
+        return squares.redistribute(placements=sums).sqrt()  # the all-reduce
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter if it shards the
         weight on `dim`. It is None for a parameter that is replicated.
 
         A has the weight's input features, the others have its output features."""
-        other_dim, A_dim = (0, None) if dim == 0 else (None, 1)  # dim 0: output features
-        dims = dict.fromkeys(self.PARAMETERS, other_dim) | {"weight": dim, "lora_A": A_dim}
+        shards_outputs = dim == 0
+        dims = dict.fromkeys(self.PARAMETERS, 0 if shards_outputs else None)
+        dims["weight"] = dim
+        dims["lora_A"] = None if shards_outputs else 1
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
@@ -183,12 +199,14 @@ def changed_norms(
     weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
 ) -> Tensor:
     """Return the norm of each row of W + scale B A, [out] in float32 or 64, without gradients."""
-    dtype, norms = torch.promote_types(A.dtype, torch.float32), []
+    dtype = torch.promote_types(A.dtype, torch.float32)
     stored = [weight] if row_scale is None else [weight, row_scale]
+    norms = []
     with torch.autocast(A.device.type, enabled=False):
-        for b, *part in some_rows(A.shape[1], B, *stored):
-            matrix = (part[0] if row_scale is None else dequantized(*part, dtype)).to(dtype)
-            changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
+        for rows_of_B, *rows in some_rows(A.shape[1], B, *stored):
+            matrix = rows[0] if row_scale is None else dequantized(*rows, dtype)
+            update = rows_of_B.to(dtype), A.to(dtype)
+            changed = torch.addmm(matrix.to(dtype), *update, alpha=scale)
             norms.append(changed.norm(dim=1))
     return torch.cat(norms)
 
@@ -242,7 +260,10 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
 
 def adapter_settings(model: nn.Module) -> LoRA | None:
     """Return the settings of a model's adapters, None for a model without adapters."""
-    return next((m.lora for m in model.modules() if isinstance(m, LoRALinear)), None)
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            return module.lora
+    return None
 
 
 def adapters(model: Llama) -> dict[str, nn.Parameter]:
@@ -273,13 +294,16 @@ def init_adapters(
     and A is uniform within ± 1 / sqrt(in), as in PEFT. Magnitudes start as the lengths of the
     base's rows, so load the base first. Values of A depend on seed, name and shape only."""
     for name, parameter in adapters(model).items():
+        path, _, kind = name.rpartition(".")
         value = torch.zeros(parameter.shape, device=device or parameter.device)
-        if name.endswith("lora_A"):
+        if kind == "lora_A":
             bound = 1 / math.sqrt(parameter.shape[1])
-            value.uniform_(-bound, bound, generator=generator_for(name, seed, value.device))
-        if name.endswith("lora_magnitude"):
-            value = model.get_submodule(name.rpartition(".")[0]).row_norms(with_adapter=False)
-            value = value.full_tensor() if isinstance(value, DTensor) else value
+            generator = generator_for(name, seed, value.device)
+            value.uniform_(-bound, bound, generator=generator)
+        if kind == "lora_magnitude":
+            value = model.get_submodule(path).row_norms(with_adapter=False)
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
         assign(parameter, value)
 
 
@@ -289,12 +313,15 @@ def quantize_base(
 ) -> None:
     """Call assign(parameter, full_value) for each matrix in 4 bits, and for its scales. read(name)
     returns a full matrix. Only one at a time is in memory."""
-    modules = model.named_modules()
-    layers = [(path, m) for path, m in modules if getattr(m, "row_scale", None) is not None]
+    layers = []
+    for path, module in model.named_modules():
+        if getattr(module, "row_scale", None) is not None:
+            layers.append((path, module))
     for path, layer in with_progress(layers, "matrices in 4 bits"):
-        values = quantized(read(f"{path}.weight").to(layer.weight.device))  # a GPU is faster
-        for parameter, value in zip((layer.weight, layer.row_scale), values):
-            assign(parameter, value)
+        matrix = read(f"{path}.weight").to(layer.weight.device)  # a GPU is faster
+        codes, row_scale = quantized(matrix)
+        assign(layer.weight, codes)
+        assign(layer.row_scale, row_scale)
 
 
 # ------------------------------------------------------------------ what others ask of a technique
@@ -305,8 +332,9 @@ def holds(model: Llama, work) -> dict[str, float]:
     adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
     CPU in elements); with DoRA also the y that is scaled. An input that only frozen layers read is
     no longer saved, except that of wo: it is attention's output, which attention saves."""
-    tp, w = work.parallel.tp, work.parallel.weight_bytes
-    elements, inputs = 0.0, {}  # inputs: (module, row_parallel) -> (is_needed, width)
+    tp = work.parallel.tp
+    elements = 0.0
+    inputs = {}  # (module, row_parallel) -> (is_needed, width)
     block = next(iter(model.layers.values()))
     for path, layer in block.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -314,13 +342,17 @@ def holds(model: Llama, work) -> dict[str, float]:
         row_parallel = writes_to_stream(block, path)  # tp shards x, else it shards y
         x_width = layer.in_features / (tp if row_parallel else 1)
         y_width = layer.out_features / (1 if row_parallel else tp)
-        lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
-        if lora:
-            mask = 1 / w if work.fused else 1
-            elements += lora.rank + lora.dora * y_width
-            elements += (1 + mask) * x_width if lora.dropout else 0
+        is_needed = layer.weight.requires_grad
+        if getattr(layer, "lora_A", None) is not None:
+            lora = layer.lora
+            is_needed = not lora.dropout
+            elements += lora.rank
+            if lora.dora:
+                elements += y_width
+            if lora.dropout:
+                mask = 1 / work.parallel.weight_bytes if work.fused else 1
+                elements += (1 + mask) * x_width
         if not path.endswith("wo"):
-            is_needed = (not lora.dropout) if lora else layer.weight.requires_grad
             key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
             was_needed, _ = inputs.get(key, (False, 0))
             inputs[key] = (is_needed or was_needed, x_width)

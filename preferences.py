@@ -103,7 +103,8 @@ class Preferences(Task):
     before_step = "reference"  # the base's forward, which bench.py step times
 
     def __post_init__(self):
-        self.sums = torch.zeros(2 + len(MEASURED))  # of losses, pairs, and what is MEASURED
+        # Sums over pairs since the last call of `measures`: losses, their number, what is MEASURED.
+        self.sums = torch.zeros(2 + len(MEASURED))
         return_each_loss(self.job.model)
 
     def begin(self, steps: Steps) -> None:
@@ -163,9 +164,12 @@ class Preferences(Task):
         rewards = self.run.beta * of_answers(log_ratio, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
-        pair_losses = LOSSES[self.run.loss](margin, self.run.beta)
-        measured = pair_losses, torch.ones_like(margin), margin > 0, margin, chosen, rejected
-        sums = torch.where(are_pairs(batch), torch.stack(measured), 0).sum((1, 2))
+        loss_of_pairs = LOSSES[self.run.loss]
+        losses = loss_of_pairs(margin, self.run.beta)
+        measured = torch.stack([margin > 0, margin, chosen, rejected])
+        number = torch.ones_like(margin)
+        of_pairs = torch.cat([torch.stack([losses, number]), measured])  # [2 + MEASURED, B, pairs]
+        sums = torch.where(are_pairs(batch), of_pairs, 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 

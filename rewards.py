@@ -157,9 +157,13 @@ class Answers(Rows):
     of an answer."""
 
     def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
-        samples = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+        samples = []
+        for prompt, answer in zip(prompts, answers):
+            is_target = [False] * len(prompt) + [True] * len(answer)
+            samples.append((prompt + answer, is_target))
         super().__init__(samples, tokenizer)
-        self.log_p, self.advantages = log_p.cpu(), advantages.to(log_p.dtype)
+        self.log_p = log_p.cpu()
+        self.advantages = advantages.to(log_p.dtype)
 
     def batch(self, indices: Sequence[int], multiple: int = 1) -> Batch:
         batch = super().batch(indices, multiple)
@@ -201,52 +205,62 @@ class Rewards(Task):
     def batch_of_answers(self, numbers: Sequence[int]) -> Batch:
         """Return this rank's share of a step's answers, with their advantages. `numbers` are those
         of the answers, from the run's first."""
-        run, prompts, stop = self.run, self.job.train_set.samples, self.job.tokenizer.stop
+        run = self.run
+        prompts = self.job.train_set.samples
+        stop = self.job.tokenizer.stop
         started = time.perf_counter()
         asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
         answers, log_p, rewards = self.answer(asked, numbers)
         groups = rewards.view(-1, run.group)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+        is_mixed = (groups != groups[:, :1]).any(1)  # rewards of the group differ
         self.measured = {
             "reward": rewards.mean().item(),
-            "mixed": (groups != groups[:, :1]).any(1).double().mean().item(),
+            "mixed": is_mixed.double().mean().item(),
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
             "sampling_seconds": time.perf_counter() - started,
             "log_ratio": 0.0,  # `loss` raises it
         }
-        own_prompts, own_answers = [ids for ids, _ in asked[self.own]], answers[self.own]
-        rows = Answers(own_prompts, own_answers, log_p, advantages[self.own], self.job.tokenizer)
+        own_prompts = [ids for ids, _ in asked[self.own]]
+        own_answers, own_advantages = answers[self.own], advantages[self.own]
+        rows = Answers(own_prompts, own_answers, log_p, own_advantages, self.job.tokenizer)
         return batch_of(rows, range(len(rows)), self.world)
 
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers. Rank 0
         computes these, since a reward may be random."""
-        world, parts, answers = self.world, [None] * self.world.size, [None] * len(asked)
-        own_answers, log_p = self.sample([ids for ids, _ in asked[self.own]], numbers[self.own])
-        dist.all_gather_object(parts, (self.own, own_answers))
-        for own, its_answers in parts:
-            answers[own] = its_answers
+        world = self.world
+        own_prompts = [ids for ids, _ in asked[self.own]]
+        own_answers, log_p = self.sample(own_prompts, numbers[self.own])
+        of_ranks = [None] * world.size
+        dist.all_gather_object(of_ranks, (self.own, own_answers))
+        answers = [None] * len(asked)
+        for places, its_answers in of_ranks:
+            answers[places] = its_answers
         rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
         return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
 
     def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
         """Return an answer to each prompt, and log p of its tokens [B, tokens]. They are drawn at
         temperature 1 and without top_k and top_p, from the distribution that is trained."""
-        model, log_p, in_training = self.job.model, [], self.job.model.training
-        stop, seed = self.job.tokenizer.stop, self.run.seed
-        options = dict(stop=stop, seed=seed, numbers=numbers, log_p=log_p)
+        model, run = self.job.model, self.run
+        log_p = []  # of each step of the sampling
+        stop = self.job.tokenizer.stop
+        options = dict(stop=stop, seed=run.seed, numbers=numbers, log_p=log_p)
+        in_training = model.training
         model.eval()
         # Ranks may run forward different numbers of times, so forward must not all-gather weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
-            answers = generate(model, prompts, self.run.max_new_tokens, **options)
+            answers = generate(model, prompts, run.max_new_tokens, **options)
         model.train(in_training)
         return answers, torch.stack(log_p, 1)
 
     def score(self, asked: list, answers: list[list[int]]) -> list[float]:
         """Return the reward of each answer. Raise UserError where it is no finite number."""
-        rewards, reward = [], load_reward(self.run.reward)
+        reward = load_reward(self.run.reward)
+        rewards = []
         for (_, record), answer in zip(asked, answers):
             text = self.text_of(answer)
             try:
@@ -294,8 +308,9 @@ class Rewards(Task):
         asked = [prompts[i % limit] for i in range(padded)]
         numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
         answers, _, rewards = self.answer(asked, numbers)
-        shown = zip(asked[:SHOWN], answers)
-        lines = (f"--- {record['prompt']}{self.text_of(answer)}" for (_, record), answer in shown)
+        lines = []
+        for (_, record), answer in zip(asked[:SHOWN], answers):
+            lines.append(f"--- {record['prompt']}{self.text_of(answer)}")
         self.shown = "\n".join(lines)
         rewards = rewards[:limit]
         self.measured = {"reward": rewards.mean().item()}

@@ -129,13 +129,15 @@ def sample_answers(
     stop = tokenizer.stop
     answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
     speaker = f"after {step} steps" if step else "base model"
-    lines, scores = [], []
+    lines = []
+    scores = []  # of each answer: whether it ends, its tokens, those of the true one, overlap
     for (prompt, truth), answer in zip(examples, answers):
         if len(scores) < SHOWN:
             question = "" if step else tokenizer.decode(prompt)
             lines.append(f"{question}--- {speaker}: {tokenizer.decode(answer)}")
             lines.append(f"--- true answer: {truth}")
-        ids, true_ids = [token for token in answer if token not in stop], tokenizer.encode(truth)
+        ids = [token for token in answer if token not in stop]
+        true_ids = tokenizer.encode(truth)
         n_common = (Counter(ids) & Counter(true_ids)).total()
         overlap = 2 * n_common / max(1, len(ids) + len(true_ids))
         scores.append((len(ids) < len(answer), len(ids), len(true_ids), overlap))
