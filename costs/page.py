@@ -68,10 +68,10 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     D, F, V = c.dim, c.ffn_dim * c.ffn_uses, c.vocab_size / p.tp
     g, w = p.grad_bytes, p.weight_bytes
     root, *of_blocks = all_units = units(part, p, max(map(p.shards, EVERYTHING)))
-    L, trained, frozen = len(part.layers), 0, 0
+    L, trained = len(part.layers), 0
     state = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
     for unit in all_units:
-        trained, frozen = trained + unit.copies * unit.trained, frozen + unit.copies * unit.frozen
+        trained += unit.copies * unit.trained
         frozen_shards = 1 if p.reshard == "adapters" else p.shards("parameters", unit.kind)
         state["parameters"] += unit.copies * unit.frozen / frozen_shards
         for kind, width in zip(state, (g, g, 2 * p.moment_bytes)):
@@ -96,9 +96,9 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     # Activations of the blocks (of all microbatches under way in a pipeline) and of the loss.
     block_saved, recomputed = (N * w * n for n in saved(work, more["saved"]))
     all_saved = block_saved if p.offload_activations else L * block_saved
-    if p.pp > 1:  # without trainable matrices, W has nothing to compute and holds nothing
-        order = p.schedule, p.pp, m, p.stages_per_rank, pp_rank
-        all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
+    if p.pp > 1:
+        most = most_held(p.schedule, p.pp, m, p.stages_per_rank, pp_rank)
+        all_saved *= most / p.stages_per_rank
     loss = 3 * N * D * w
     if part.output is not None:
         compiled = p.compiles_loss(work.on_gpu)  # then logits and their gradient are not in float32
