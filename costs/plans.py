@@ -27,7 +27,7 @@ LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks 
 
 
 # Schedule and stages of a rank. GPipe is left out: 1F1B takes as long, with less memory.
-PIPELINES = [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
+PIPELINES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
 
 
 @dataclass(frozen=True)
