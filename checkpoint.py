@@ -25,21 +25,19 @@ generate.py also accept a model directory of Meta or Hugging Face (files/formats
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import contextlib
-import errno
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
@@ -53,20 +51,27 @@ from files.adapters import (
 )
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.gguf import Q8_0, DType, save_gguf
-from files.loading import _weights
 from files.loading import load_pretrained as load_pretrained  # for scripts of users
 from files.loading import load_weights as load_weights
+from files.loading import weights_of
 from files.optimizer_state import optimizer_state
 from files.published import small_logits
 from files.safetensors import Weights, with_progress_of
+from files.save_checks import (
+    check_disk,
+    check_finite,
+    check_links,
+    checkpoint_bytes,
+    why_not_saved,
+)
 from lora import LoRA, adapter_settings, adapters
 from model import Llama, LlamaConfig
 from plumbing.devices import use_gpu_in_thread
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import remove
 from plumbing.parser import Parser
-from plumbing.processes import note_checkpoint, run
-from plumbing.shards import assign_shard, to_local
+from plumbing.processes import note_checkpoint, on_every_rank, on_rank_zero, run
+from plumbing.shards import assign_shard
 from text.tokenizer import load_tokenizer
 from text.vocabulary import OtherKind, Tokenizer
 
@@ -88,6 +93,22 @@ def lock_run(out: Path, resume: bool = False) -> Path | None:
     if resume and not newest:
         print(f"warning: nothing to resume in {out}: starting at step 1", file=sys.stderr)
     return newest
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one save writes."""
+
+    step: int
+    final: Path  # the checkpoint's directory
+    tensors: dict[str, dict[str, Tensor]]  # directory in it -> this rank's shards by name
+    factors: dict[str, Tensor]  # of the adapters, all of them on rank 0
+    is_best: bool
+
+    @property
+    def hidden(self) -> Path:
+        """The directory that is written, and renamed last."""
+        return self.final.with_name(f".{self.final.name}")
 
 
 class Saver(contextlib.AbstractContextManager):
@@ -114,9 +135,7 @@ class Saver(contextlib.AbstractContextManager):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.facts = flags, facts
         self.lora = adapter_settings(model)
-        gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        begin = use_gpu_in_thread if gpu else None
-        self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if flags.get("async_save") else None
+        self.thread = saving_thread() if flags.get("async_save") else None
         self.pending: Future | None = None  # the save in the background
         self.newest: Path | None = None  # what `save` has returned last
         # A group of its own, so that the thread's collectives do not mix with those of training.
@@ -124,51 +143,22 @@ class Saver(contextlib.AbstractContextManager):
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
         small_logits()
-        self._check()
-        if flags.get("keep_best"):  # try a link: better refused now than at the first best loss
-            rank = dist.get_rank()
-            self._on_every_rank(lambda: rank == 0 and directories.new_link(out, "best").unlink())
-        if directories.checkpoints(out):
-            note_checkpoint(directories.checkpoints(out)[-1].name)
+        self.size = checkpoint_bytes(model, optimizer, self.group)
+        check_disk(out, self.size, self.group)
+        if flags.get("keep_best"):
+            check_links(out, self.group)
+        if earlier := directories.checkpoints(out):
+            note_checkpoint(earlier[-1].name)
 
     def __exit__(self, *_) -> None:
         self.wait()
 
-    def _check(self) -> None:
-        """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
-        OUT, or if OUT has too little space for a checkpoint."""
-        is_new = not self.optimizer.state
-        weights = adapters(self.model) if self.lora else _weights(self.model)
-        state = optimizer_state(self.optimizer)
-        if is_new:
-            self.optimizer.state.clear()  # as it was: AdamW counts its steps there
-        if not state:
-            kind = type(self.optimizer).__name__
-            print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
-        sizes = {name: t.nbytes for name, t in (weights | state).items()}
-        all_sizes = {}  # in bytes, of the tensors of all ranks
-        for of_rank in self._on_every_rank(lambda: sizes):
-            all_sizes |= of_rank
-        self.size = sum(all_sizes.values())
-        self._check_disk()
-
-    def _check_disk(self) -> None:
-        """Raise UserError if a rank does not find OUT, or if OUT lacks space for a checkpoint."""
-        rank, probe = dist.get_rank(), self.out / ".step-probe"
-        try:
-            self._on_every_rank(lambda: rank == 0 and probe.mkdir(parents=True, exist_ok=True))
-            self._on_every_rank(lambda: (probe / str(rank)).touch())
-            disk = shutil.disk_usage(self.out)
-        except FileNotFoundError:
-            raise UserError(f"--out {self.out} must be on a disk that all nodes share")
-        finally:
-            if rank == 0:
-                shutil.rmtree(probe, ignore_errors=True)
-        if disk.free < self.size and disk.total:  # some network disks report zeros
-            raise UserError(
-                f"a checkpoint takes {self.size / 1e9:.3g} GB, and {disk.free / 1e9:.3g} GB are "
-                f"free in --out {self.out}: make room, or choose another --out"
-            )
+    def wait(self) -> None:
+        """Wait until the save in the background has ended, and raise its error if it failed."""
+        pending = self.pending
+        self.pending = None
+        if pending:
+            pending.result()
 
     def save(self, step: int, best: bool = False) -> Path:
         """Save OUT/step-N, unless the last call did, and return its path; OUT/best links to it from
@@ -179,100 +169,75 @@ class Saver(contextlib.AbstractContextManager):
         if final == self.newest:  # an evaluation has found it to be the best
             self._remove_old(best)
             return final
-        self._check_finite(step)
+        check_finite(self.model, step, self.out, self.group)
         self.newest = final
-        for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        tensors, factors = {"optimizer": optimizer_state(self.optimizer)}, {}
-        if self.lora:
-            first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
-            factors = gather_adapters(self.model, first_ranks, self.group)
-        else:
-            tensors["weights"] = _weights(self.model)
+        tensors, factors = self._tensors()
+        snapshot = Snapshot(step, final, tensors, factors, best)
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
-            self.pending = self.thread.submit(self._write, final, step, tensors, factors, best)
+            self.pending = self.thread.submit(self._write, snapshot)
         else:
-            self._write(final, step, tensors, factors, best)
+            self._write(snapshot)
         return final
 
-    def _check_finite(self, step: int) -> None:
-        """Raise UserError if a weight is not finite, or so large that the norm is not: nobody could
-        go on from it, and --keep would remove what is better."""
-        trained = [to_local(p.detach()) for p in self.model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.get_total_norm(trained).item()
-        if not math.isfinite(sum(self._on_every_rank(lambda: norm))):
-            last = (directories.checkpoints(self.out) or ["none"])[-1]
-            raise UserError(
-                f"step {step}: the weights are not finite any more, and are not saved. The last "
-                f"checkpoint is {last}: --resume goes on from it, with a lower --lr"
-            )
+    def _tensors(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+        """Return the tensors of a Snapshot, and its factors."""
+        for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        tensors = {"optimizer": optimizer_state(self.optimizer)}
+        if not self.lora:
+            tensors["weights"] = weights_of(self.model)
+            return tensors, {}
+        first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
+        return tensors, gather_adapters(self.model, first_ranks, self.group)
 
-    def wait(self) -> None:
-        """Wait until the save in the background has ended, and raise its error if it failed."""
-        pending, self.pending = self.pending, None
-        if pending:
-            pending.result()
-
-    def _write(
-        self, final: Path, step: int, tensors: dict[str, dict], factors: dict, best: bool
-    ) -> None:
-        rank, temporary = dist.get_rank(), final.with_name(f".{final.name}")
+    def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()
+        hidden = snapshot.hidden
         try:
-            self._on_every_rank(lambda: rank == 0 and temporary.mkdir(parents=True, exist_ok=True))
-            for name, named in tensors.items():
-                dcp.save(named, checkpoint_id=temporary / name, process_group=self.group)
-            own_files = temporary.glob(f"*/__{rank}_*")
+            on_rank_zero(lambda: hidden.mkdir(parents=True, exist_ok=True), self.group)
+            for name, named in snapshot.tensors.items():
+                dcp.save(named, checkpoint_id=hidden / name, process_group=self.group)
+            own_files = hidden.glob(f"*/__{dist.get_rank()}_*")
             digests = {}
-            for of_rank in self._on_every_rank(lambda: directories.checksums(temporary, own_files)):
+            of_ranks = on_every_rank(lambda: directories.checksums(hidden, own_files), self.group)
+            for of_rank in of_ranks:
                 digests |= of_rank
-            self._on_every_rank(lambda: rank == 0 and self._finish(final, step, factors, digests))
+            on_rank_zero(lambda: self._finish(snapshot, digests), self.group)
         except (OSError, CheckpointException) as error:
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # frees the space
-            reason, last = directories.failure_reason(error), directories.checkpoints(self.out)
-            if os.strerror(errno.EIO) not in reason:
-                free = shutil.disk_usage(self.out).free / 1e9
-                reason = f"{reason}; {free:,.1f} GB are free there: make room"
-            rest = f"The last checkpoint is {last[-1]}: --resume goes on from it" if last else ""
-            raise UserError(f"cannot save {final}: {reason}. {rest or 'There is no checkpoint'}")
-        saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
+            if dist.get_rank() == 0:
+                shutil.rmtree(hidden, ignore_errors=True)  # frees the space
+            raise UserError(why_not_saved(snapshot.final, error))
+        seconds = time.monotonic() - started
+        saved = f"saved {snapshot.final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
-        self._remove_old(best)
+        self._remove_old(snapshot.is_best)
+
+    def _finish(self, snapshot: Snapshot, digests: dict[str, str]) -> None:
+        """Write the adapter and the small files, and rename the directory; on rank 0."""
+        config = self.model.config
+        if self.lora:
+            base = Path(self.facts["init"]).resolve()
+            save_adapter(snapshot.hidden, self.lora, config, snapshot.factors, str(base))
+        metadata = {"model": asdict(config), "step": snapshot.step}
+        metadata |= {"flags": self.flags, "facts": self.facts}
+        directories.complete(snapshot.hidden, metadata, self.tokenizer, digests)
+        os.rename(snapshot.hidden, snapshot.final)
+        directories.sync(self.out)
+        note_checkpoint(snapshot.final.name)
 
     def _remove_old(self, best: bool) -> None:
         if dist.get_rank() == 0:
             directories.remove_old(self.newest, self.flags.get("keep", 0), best)
 
-    def _on_every_rank(self, work: Callable) -> list:
-        """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
-        results = [None] * dist.get_world_size()
-        try:
-            mine = work()
-        except Exception as error:
-            mine = error
-        dist.all_gather_object(results, mine, self.group)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
 
-    def _finish(self, final: Path, step: int, factors: dict, digests: dict[str, str]) -> None:
-        """Write the adapter and the small files, and rename the directory; on rank 0."""
-        temporary = final.with_name(f".{final.name}")
-        config = self.model.config
-        if self.lora:
-            base = Path(self.facts["init"]).resolve()
-            save_adapter(temporary, self.lora, config, factors, str(base))
-        metadata = {"model": asdict(config), "step": step}
-        metadata |= {"flags": self.flags, "facts": self.facts}
-        directories.complete(temporary, metadata, self.tokenizer, digests)
-        os.rename(temporary, final)
-        directories.sync(self.out)
-        note_checkpoint(final.name)
+def saving_thread() -> ThreadPoolExecutor:
+    """Return a thread that writes checkpoints. It uses this rank's GPU, if there is one."""
+    if torch.cuda.is_available():
+        return ThreadPoolExecutor(1, "save", use_gpu_in_thread, [torch.cuda.current_device()])
+    return ThreadPoolExecutor(1, "save")
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -311,7 +276,7 @@ def resume(
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
     if not lora:
-        directories.load_tensors(_weights(model), directory / "weights")
+        directories.load_tensors(weights_of(model), directory / "weights")
     directories.load_tensors(optimizer_state(optimizer), directory / "optimizer")
     return metadata["step"]
 

@@ -16,16 +16,9 @@ from parallel import refusal
 from plumbing.messages import with_progress
 from techniques.technique import Technique
 
-# Flags that fix part of a plan.
-FILTERS = [*LAYOUTS, "microbatch"]
-
-
+FILTERS = [*LAYOUTS, "microbatch"]  # flags that fix part of a plan
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
-
-
 LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
-
-
 # Schedule and stages of a rank. GPipe is left out: 1F1B takes as long, with less memory.
 PIPELINES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
 
@@ -91,39 +84,48 @@ def every_plan(
     products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
     `techniques` are those that parallelism does not know."""
     config = work.model.config
-    sizes_of_ep = divisors(math.gcd(gpus, config.n_experts)) if config.n_experts else [1]
+    ep_sizes = divisors(math.gcd(gpus, config.n_experts)) if config.n_experts else [1]
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
+    most_stages = min(config.n_layers, wanted["pp"] or MOST_RANKS)
     sizes = list(itertools.product(tp_sizes(config, gpus), divisors(gpus)))
     for tp, pp in with_progress(sizes, "plans"):
-        ranks, rest = divmod(gpus, tp * pp)
-        if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
+        ranks, rest = divmod(gpus, tp * pp)  # with different sequences
+        if rest or pp > most_stages:
             continue
         for (dp, shard), (cp, microbatch), ep in itertools.product(
             data_parallel_choices(ranks),
             shares_of_batch(ranks, work, wanted["cp"]),
-            sizes_of_ep,
+            ep_sizes,
         ):
-            microbatches = work.batch * cp // ranks // microbatch
-            if microbatches < pp:  # ranks of the pipeline would wait half of the time
+            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, ep=ep)
+            parallel = replace(work.parallel, dp=dp, **mesh)
+            split = replace(work, parallel=parallel, microbatch=microbatch)
+            if split.microbatches < pp:  # ranks of the pipeline would wait half of the time
                 continue
-            reshards = ["weights"]
-            if shard > 1 and microbatches > 1:  # which may share all-gathers
-                reshards.append("none")
-                if pp == 1:  # else gradients are those of a stage: to shard them saves little
-                    reshards.append("all")
-            if shard > 1 and frozen:
-                reshards.append("adapters")
-            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, ep=ep, dp=dp)
-            for activations, reshard, (schedule, v) in itertools.product(
-                ACTIVATIONS.values(), reshards, PIPELINES if pp > 1 else PIPELINES[:1]
-            ):
-                order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
-                parallel = replace(work.parallel, **mesh, **activations, **order)
-                settings = vars(parallel) | {"microbatch": microbatch}
+            for planned in ways_to_compute(split, frozen):
+                settings = vars(planned.parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
-                planned = replace(work, parallel=parallel, microbatch=microbatch)
                 if matches and not refusal(planned, *techniques):
                     yield Plan(planned, machine)
+
+
+def ways_to_compute(split: Work, frozen: bool) -> Iterator[Work]:
+    """Yield a step on a mesh with each way to keep activations, each --reshard that may be worth
+    it, and each order of a pipeline's microbatches. `frozen`: some of the weights are."""
+    parallel = split.parallel
+    reshards = ["weights"]
+    if parallel.shard > 1 and split.microbatches > 1:  # which may share all-gathers
+        reshards.append("none")
+        if parallel.pp == 1:  # else gradients are those of a stage: to shard them saves little
+            reshards.append("all")
+    if parallel.shard > 1 and frozen:
+        reshards.append("adapters")
+    pipelines = PIPELINES if parallel.pp > 1 else PIPELINES[:1]
+    for activations, reshard, (schedule, v) in itertools.product(
+        ACTIVATIONS.values(), reshards, pipelines
+    ):
+        order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
+        yield replace(split, parallel=replace(parallel, **activations, **order))
 
 
 def shares_of_batch(ranks: int, work: Work, wanted_cp: int | None) -> Iterator[tuple[int, int]]:
@@ -143,6 +145,7 @@ def data_parallel_choices(ranks: int) -> list[tuple[str, int]]:
     which is FSDP."""
     choices = [("ddp", 1)]
     if ranks > 1:
-        hsdp = [("hsdp", shard) for shard in divisors(ranks)[1:-1]]
-        choices += [("zero1", 1), *hsdp, ("fsdp", ranks)]
+        choices.append(("zero1", 1))
+        choices += [("hsdp", shard) for shard in divisors(ranks)[1:-1]]
+        choices.append(("fsdp", ranks))
     return choices

@@ -1,4 +1,4 @@
-"""Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
+"""Which ways to split a model fit in memory: `--dp auto`, and what to change where none does."""
 
 import itertools
 import math
@@ -85,9 +85,10 @@ def choose_parallel(
     if asked.dp == "auto":
         strategies = [dp for dp, strategy in STRATEGIES.items() if strategy.automatic]
     choices = []
-    for choice in map(split, strategies):
+    for dp in strategies:
+        choice = split(dp)
         parallel = choice.parallel
-        is_other = parallel.dp == "hsdp" and 1 in (parallel.replicate, parallel.shard)
+        is_other = dp == "hsdp" and 1 in (parallel.replicate, parallel.shard)
         if asked.dp == "auto" and is_other:  # DDP or FSDP in truth
             continue
         reshards = [asked.reshard]
@@ -95,7 +96,6 @@ def choose_parallel(
             differ = parallel.shard > 1 and choice.microbatches > 1
             reshards = ["weights", "all"] if differ else ["weights"]
         choices += [replace(choice, parallel=replace(parallel, reshard=name)) for name in reshards]
-    chosen = next(filter(fits, choices), None)
     copy = holds(split("ddp"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
@@ -103,9 +103,11 @@ def choose_parallel(
         f"activations {copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a "
         f"node has {process.per_node} of {process.size} processes"
     )
-    if not chosen:
-        reason += "; nothing is predicted to fit: try --checkpointing full or less --microbatch"
-    return (chosen or choices[-1]).parallel, reason
+    for choice in choices:
+        if fits(choice):
+            return choice.parallel, reason
+    reason += "; nothing is predicted to fit: try --checkpointing full or less --microbatch"
+    return choices[-1].parallel, reason
 
 
 def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
@@ -117,9 +119,11 @@ def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
         asked = replace(work.parallel, dp=dp, reshard=reshard or "weights")
         own_shard = shard if work.parallel.dp == dp else None
         parallel = with_mesh_sizes(asked, process.size, process.per_node, own_shard)
+        split = replace(work, parallel=parallel)
         is_as_fsdp = dp == "hsdp" and parallel.replicate == 1
-        if not is_as_fsdp and not refusal(split := replace(work, parallel=parallel)):
-            parts.append(f"--dp {flags} {sent_bytes(sends(split), parallel) / 1e6:,.2f} MB")
+        if not is_as_fsdp and not refusal(split):
+            sent = sent_bytes(sends(split), parallel)
+            parts.append(f"--dp {flags} {sent / 1e6:,.2f} MB")
     return "; ".join(parts)
 
 
@@ -127,24 +131,27 @@ def what_would_fit(work: Work, process: Process) -> str:
     """Return a sentence that names flags with which a step that ran out of memory is predicted to
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
     activations, AdamW's moments in bfloat16, FSDP, context parallelism."""
-    before, ranks = work.parallel, work.parallel.replicate * work.parallel.shard
+    before = work.parallel
     room = usable_memory(process.device) - memory_of_others(process.device)
     needed = holds(work)["peak"]
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
-    present = {name: getattr(before, name) for name in ACTIVATIONS["full"]}
     sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
-    shared = [replace(sharded, cp=n) for n in divisors(ranks) if n % before.cp == 0]
-    for base, moments, activations, size in itertools.product(
-        (before, *shared),
-        dict.fromkeys((before.moments, "bfloat16")),
-        (present, *ACTIVATIONS.values()),
-        [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch],
-    ):
-        parallel = replace(base, moments=moments, **activations)
-        found = replace(work, parallel=parallel, microbatch=size)
-        if not refusal(found) and (peak := holds(found)["peak"]) <= limit:
+    ranks = divisors(before.replicate * before.shard)
+    shared = [replace(sharded, cp=n) for n in ranks if n % before.cp == 0]
+    moments = dict.fromkeys((before.moments, "bfloat16"))  # each once
+    present = {name: getattr(before, name) for name in ACTIVATIONS["full"]}
+    activations = present, *ACTIVATIONS.values()
+    sizes = [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch]
+    for base, dtype, way, size in itertools.product((before, *shared), moments, activations, sizes):
+        parallel = replace(base, moments=dtype, **way)
+        changed = replace(work, parallel=parallel, microbatch=size)
+        if refusal(changed):
+            continue
+        peak = holds(changed)["peak"]
+        if peak <= limit:
             flags = flags_of(parallel, before)
-            flags += f" --microbatch {size}" if size != work.microbatch else ""
+            if size != work.microbatch:
+                flags += f" --microbatch {size}"
             return (
                 f"a step is predicted to need {needed / 1e9:.3g} GB, and with {flags.strip()} "
                 f"{peak / 1e9:.3g}"
@@ -155,8 +162,10 @@ def what_would_fit(work: Work, process: Process) -> str:
 def fits_unsharded(work: Work, world: World) -> bool:
     """Return whether every rank has room for all weights beside what it holds between steps; where
     FSDP has to gather them for each token of a sample, print what that sends."""
-    parallel, held = world.parallel, holds(work)
-    whole = holds(replace(work, parallel=replace(parallel, dp="fsdp", reshard="none")))["gathered"]
+    parallel = world.parallel
+    held = holds(work)
+    unsharded = replace(parallel, dp="fsdp", reshard="none")
+    whole = holds(replace(work, parallel=unsharded))["gathered"]
     room = world.minimum(usable_memory(world.device))
     fits = whole + held["parameters"] + held["optimizer"] + held["kept"] < room
     if parallel.shard > 1 and not fits:
@@ -166,6 +175,3 @@ def fits_unsharded(work: Work, world: World) -> bool:
             f"all-gather them for each token: a rank sends {sent / 1e9:.3g} GB"
         )
     return fits
-
-
-# ------------------------------------------------------------------------------- plans of a cluster

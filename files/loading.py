@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from files import directories, formats
-from files.adapters import (
-    merged_weights,
-    open_adapter,
-)
+from files.adapters import merged_weights, open_adapter
 from files.directories import find_checkpoint, open_weights, read_config
 from files.safetensors import with_progress_of
 from lora import adapters, quantize_base
@@ -19,7 +16,7 @@ from plumbing.processes import meet
 from plumbing.shards import allocate, assign_shard
 
 
-def _weights(model: Llama) -> dict[str, Tensor]:
+def weights_of(model: Llama) -> dict[str, Tensor]:
     """Return a model's weights by name, without adapters, sharing its memory."""
     tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
     if model.config.tie_embeddings:
@@ -36,16 +33,17 @@ def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> 
     overlaps with its shards. From other files, with an adapter to merge, or into 4 bits, it reads
     one full matrix at a time, which takes memory only if rows are reordered or joined, or values
     change. Without `adapter`, the model's adapters do not change."""
-    if adapter and (factors := adapters(model)):
+    factors = adapters(model)
+    if adapter and factors:
         _, stored = open_adapter(adapter, model.config)
         for name, factor in factors.items():
             assign_shard(factor, stored[name].read())
         adapter = None  # none is to be merged
-    in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
+    in_4_bits = any(not tensor.is_floating_point() for tensor in weights_of(model).values())
     if directories.has_weights(directory) and not in_4_bits and not adapter:
         directories.verify(directory, "weights")
         meet()
-        directories.load_tensors(_weights(model), directory / "weights")
+        directories.load_tensors(weights_of(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
@@ -55,7 +53,7 @@ def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> 
         stored = merged_weights(stored, adapter, model.config)
     quantize_base(model, lambda name: stored[name].read(), assign_shard)
     stored = with_progress_of(stored, f"loading {directory}")
-    for name, parameter in _weights(model).items():
+    for name, parameter in weights_of(model).items():
         if parameter.is_floating_point():
             assign_shard(parameter, stored[name].read())
 

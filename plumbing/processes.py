@@ -223,6 +223,25 @@ def _own_address(host: str, port: int) -> str:
         raise dist.DistNetworkError(f"{error} ({host}, port {port})")
 
 
+def on_every_rank(work: Callable, group: dist.ProcessGroup) -> list:
+    """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
+    results = [None] * dist.get_world_size()
+    try:
+        mine = work()
+    except Exception as error:
+        mine = error
+    dist.all_gather_object(results, mine, group)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def on_rank_zero(work: Callable, group: dist.ProcessGroup) -> None:
+    """Let rank 0 do its work(); raise on all ranks what it raises."""
+    on_every_rank(lambda: work() if dist.get_rank() == 0 else None, group)
+
+
 _meetings = itertools.count()
 
 

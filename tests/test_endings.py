@@ -141,8 +141,8 @@ def test_runs_save_although_that_takes_longer_than_torchrun_waits(corpus, tmp_pa
     (seconds,) = re.findall(r"export (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)=(\d+)", script)
     monkeypatch.setitem(ENVIRONMENT, *seconds)
     torchrun = ["--standalone", *re.search(r"--signals-to-handle \S+", script)[0].split()]
-    finishing = "            self._on_every_rank(lambda: rank == 0 and self._finish("
-    fault = f"            time.sleep(45 * (rank == 0))\n{finishing}"
+    finishing = "            on_rank_zero(lambda: self._finish("
+    fault = f"            time.sleep(45 * (dist.get_rank() == 0))\n{finishing}"
     _, copy = with_fault(tmp_path / "copy", "checkpoint", finishing, fault)
     runs, to_torchrun = [], ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     for name in (*to_torchrun, "rank 1", "--time-limit"):

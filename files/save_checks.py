@@ -1,0 +1,94 @@
+"""Find out what would make a save fail, before step 1 where possible, and say so in a line."""
+
+import errno
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from files.directories import checkpoints, failure_reason, new_link
+from files.loading import weights_of
+from files.optimizer_state import optimizer_state
+from lora import adapter_settings, adapters
+from model import Llama
+from plumbing.messages import UserError, print_rank_zero
+from plumbing.processes import on_every_rank, on_rank_zero
+from plumbing.shards import to_local
+
+
+def checkpoint_bytes(
+    model: Llama, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> int:
+    """Return how many bytes a checkpoint takes, of all ranks. Raises UserError if the optimizer has
+    state that cannot be saved."""
+    is_new = not optimizer.state
+    state = optimizer_state(optimizer)
+    if is_new:
+        optimizer.state.clear()  # as it was: AdamW counts its steps there
+    if not state:
+        kind = type(optimizer).__name__
+        print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
+    weights = adapters(model) if adapter_settings(model) else weights_of(model)
+    sizes = {name: tensor.nbytes for name, tensor in (weights | state).items()}
+    all_sizes = {}  # what several ranks have is saved once
+    for of_rank in on_every_rank(lambda: sizes, group):
+        all_sizes |= of_rank
+    return sum(all_sizes.values())
+
+
+def check_disk(out: Path, nbytes: int, group: dist.ProcessGroup) -> None:
+    """Raise UserError if a rank does not find OUT, or if OUT lacks space for so many bytes."""
+    rank = dist.get_rank()
+    probe = out / ".step-probe"
+    try:
+        on_rank_zero(lambda: probe.mkdir(parents=True, exist_ok=True), group)
+        on_every_rank(lambda: (probe / str(rank)).touch(), group)
+        disk = shutil.disk_usage(out)
+    except FileNotFoundError:
+        raise UserError(f"--out {out} must be on a disk that all nodes share")
+    finally:
+        if rank == 0:
+            shutil.rmtree(probe, ignore_errors=True)
+    if disk.free < nbytes and disk.total:  # some network disks report zeros
+        raise UserError(
+            f"a checkpoint takes {nbytes / 1e9:.3g} GB, and {disk.free / 1e9:.3g} GB are free in "
+            f"--out {out}: make room, or choose another --out"
+        )
+
+
+def check_links(out: Path, group: dist.ProcessGroup) -> None:
+    """Raise UserError if OUT/best cannot be a link, now and not at the first best loss."""
+    on_rank_zero(lambda: new_link(out, "best").unlink(), group)
+
+
+def check_finite(model: Llama, step: int, out: Path, group: dist.ProcessGroup) -> None:
+    """Raise UserError if a weight is not finite, or so large that the norm is not: nobody could go
+    on from it, and --keep would remove what is better."""
+    trained = [to_local(p.detach()) for p in model.parameters() if p.requires_grad]
+    norm = torch.nn.utils.get_total_norm(trained).item()
+    norms = on_every_rank(lambda: norm, group)
+    if not math.isfinite(sum(norms)):
+        last = (checkpoints(out) or ["none"])[-1]
+        raise UserError(
+            f"step {step}: the weights are not finite any more, and are not saved. The last "
+            f"checkpoint is {last}: --resume goes on from it, with a lower --lr"
+        )
+
+
+def why_not_saved(final: Path, error: OSError | CheckpointException) -> str:
+    """Return in one line why the checkpoint `final` was not written, and what there is instead."""
+    out = final.parent
+    reason = failure_reason(error)
+    if os.strerror(errno.EIO) not in reason:
+        free = shutil.disk_usage(out).free
+        reason = f"{reason}; {free / 1e9:,.1f} GB are free there: make room"
+    earlier = checkpoints(out)
+    rest = "There is no checkpoint"
+    if earlier:
+        rest = f"The last checkpoint is {earlier[-1]}: --resume goes on from it"
+    return f"cannot save {final}: {reason}. {rest}"
