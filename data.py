@@ -117,7 +117,7 @@ def _write_token_files(
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided
 # differently, so that old token files are not used any more.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:

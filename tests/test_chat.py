@@ -72,6 +72,8 @@ def answering(n: int, length: int = 0) -> list[dict]:
 ALPACA = {"instruction": "Add.", "output": "3"}
 CALL = {"name": "f", "arguments": {}}
 FUNCTIONS = {"functions": [CALL]}
+UNREAD = {"id": None, "x": [1], "y": {"a": 1}, "zero": 0, "n": 0.5, "of": ["b"], "split": "train"}
+UNREAD |= {"about": [{"role": "user"}], "input": "beside messages", "prompt": "too", "images": []}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
@@ -144,6 +146,15 @@ MALFORMED = [
     (ALPACA | {"tools": "{"}, "\"tools\" is '{': give a list"),
     ({"messages": [user("a") | {"value": "b"}, assistant("b")]}, "content by two names"),
     (ALPACA | {"weight": 0.5}, '"weight" is 0.5: give 0 or 1'),
+    (ALPACA | {"loss": 0.5}, '"loss" is 0.5: give 0 or 1'),
+    (ALPACA | {"loss_weight": 0.0}, '"loss_weight" is 0.0, and may say what to train on'),
+    (ALPACA | {"mask": "User"}, "\"mask\" is 'User', and may say what to train on"),
+    ({"messages": [user("a"), assistant("b") | {"training": False}]}, '"training" is False, and'),
+    ({"messages": [user("a"), assistant("b") | {"lossMask": [0]}]}, '"lossMask" is [0], and may'),
+    ({"messages": [user("a") | {"train": True}, assistant("b")]}, "message 1 is to be trained on"),
+    (ALPACA | {"images": ["a.png"]}, "\"images\" is ['a.png']: only text is read"),
+    (ALPACA | {"has_audio": True}, '"has_audio" is True: only text is read'),
+    ({"messages": [user("a") | {"video_url": "b"}, assistant("b")]}, '"video_url" is'),
     ({"messages": [user("a"), assistant("b") | {"tool_calls": [1]}]}, '"tool_calls" [1]: give'),
 ]
 
@@ -161,18 +172,19 @@ def test_malformed_lines_are_refused(line, message, tmp_path):
 
 def test_columns_beside_a_conversation(tmp_path, capsys):
     """A system column and earlier turns are messages; weights of 0 make no target; what is not read
-    is named, once."""
+    is named, once, and what is null or empty says nothing."""
     turns = [user("1"), assistant("2"), user("Add."), assistant("3")]
     system = {"role": "system", "content": "s"}
     assert read_one(ALPACA | {"history": [["1", "2"]], "system": "s"}, tmp_path) == [system, *turns]
     assert read_one({"conversations": SHAREGPT, "system": "s"}, tmp_path)[0] == system
-    for kind in ({"weight": 0}, {"train": False}):
+    for kind in ({"weight": 0}, {"train": False}, {"loss": False}, {"loss": 0}):
         talk = [turns[0], turns[1] | kind, *turns[2:]]
-        read = read_one({"messages": talk, "id": "x", "about": [{"role": "user"}]}, tmp_path)
+        read = read_one({"messages": talk} | UNREAD, tmp_path)
         assert target_text(*encode(read, BYTES)) == "3{eot_id}"
         everything = [marked([i], BYTES) for i, on in zip(*encode(read, BYTES, True)) if not on]
         assert everything == ["{begin_of_text}", "2", "{eot_id}"]
-        assert capsys.readouterr().err.count("has fields that are not read: about, id") == 1
+        said = capsys.readouterr().err
+        assert said.count("not read: about, input, n, of, prompt, split, x, y, zero") == 1
         train, val, _, summary = opened(write(tmp_path / "a.jsonl", ALPACA | kind, *answering(2)))
         assert answers_of(train) + answers_of(val) == ["0{eot_id}", "1{eot_id}"]
         assert "1 dropped" in summary
@@ -180,8 +192,8 @@ def test_columns_beside_a_conversation(tmp_path, capsys):
 
 
 def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
-    """Arguments as text are read; empty reasoning is none; a "training" that is not read is named;
-    a text may have any characters."""
+    """Arguments as text are read; empty reasoning is none; a field of a message that is not read is
+    named; a text may have any characters."""
     for given, read in ((' {"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1})):
         call = {"function": {"name": "f", "arguments": given}}
         answer = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -193,10 +205,10 @@ def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
     called = assistant("") | {"function_call": CALL}  # no empty answer
     assert read_one({"messages": [user("a"), called]}, tmp_path) == [user("a"), called]
     private = "".join(map(chr, range(0xE000, 0xF900))) + "\ue000\ue000<|eot_id|>"
-    answer = assistant(private) | {"reasoning_content": "", "tool_calls": [], "training": False}
+    answer = assistant(private) | {"reasoning_content": "", "tool_calls": [], "score": 0}
     read = read_one({"messages": [user("a"), answer]}, tmp_path)
     assert target_text(*encode(read, BYTES)) == f"{private}{{eot_id}}"
-    assert "not read: training" in capsys.readouterr().err
+    assert "not read: score" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------- targets

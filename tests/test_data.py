@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import shutil
+import subprocess
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +19,9 @@ from runs.flags import Pretraining
 from runs.rules import last_step
 from text import token_files
 from text.bpe import train_tokenizer
-from text.corpora import Reading, find_files, read_pieces
+from text.conversations import conversations, files_of
+from text.corpora import Reading, find_files, read_pieces, read_records
+from text.exams import Exam
 from text.order import row_of, window_of
 from text.token_files import TokenFileWriter, open_token_file
 from text.tokenizer import load_tokenizer
@@ -114,6 +119,9 @@ UNUSABLE = [
     ("a.json", b'{\n "text": "x"\n}', "one JSON object: give a list of objects, or an object"),
     ("a.json", b'{"data": [{"text": "x"}]}', "one JSON object: give the list in 'data', or"),
     ("a.json", b'[{"text": "x"},\n{"text": "y"}\n', "begins as a list, and is no JSON: is it"),
+    ("a.jsonl", b'{"text": "x"}\r{"text": "y"}\r', "line 1: its lines end in CR alone: run  tr"),
+    ("a.jsonl.zst", b"(\xb5/\xfd\x04X", "a.jsonl.zst is zstd: run  zstd -d"),
+    ("a.txt", b"\xfd7zXZ\0\0", "a.txt is xz: run  xz -dk"),
 ]
 
 
@@ -169,6 +177,55 @@ def test_what_is_left_out_of_a_directory_is_counted(tmp_path, capsys):
     assert found == ["a.txt", "b.md", "h/i.py"]
     counts = "3 files; left out: 3 hidden, 2 .html, 1 without a suffix"
     assert capsys.readouterr().err.startswith(f"{tmp_path}: {counts}")
+
+
+def test_conversations_and_exams_are_found_as_texts_are(tmp_path, capsys):
+    """Prompts of rewards.py, too, are files that files_of returns."""
+    line = {"prompt": "a", "completion": "b", "question": "c", "answer": "d", "text": "e", "n": 0}
+    names = "a.jsonl b/c.jsonl .ipynb_checkpoints/a-checkpoint.jsonl .d.jsonl e.csv f.json"
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(line))
+    expected = [tmp_path / "a.jsonl", tmp_path / "b/c.jsonl"]
+    read = partial(conversations, [str(tmp_path)], Reading())
+    for find in (find_files, partial(files_of, expected="lines"), read):
+        found = find() if find is read else find([str(tmp_path)])
+        assert found == expected or [s.where for s in found] == [f"{p}, line 1" for p in expected]
+        counts = "2 files; left out: 2 hidden, 1 .csv, 1 .json"
+        assert capsys.readouterr().err.startswith(f"{tmp_path}: {counts}")
+    assert len(Exam(tmp_path, BYTES, 64).questions) == 2
+    said = capsys.readouterr().err
+    assert counts in said and said.count("fields that are not read: completion, n, prompt, te") == 2
+
+
+def test_other_formats_are_named_with_a_command_that_converts_them(tmp_path):
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    records = [{"text": "a\nb", "n": "1"}, {"text": 'é "x"', "n": "2"}]
+    frame = pandas.DataFrame(records)
+    frame.to_parquet(tmp_path / "a.parquet")
+    frame.to_feather(tmp_path / "b.feather")
+    frame.to_csv(tmp_path / "c.csv", index=False)
+    frame.to_csv(tmp_path / "d.tsv", sep="\t", index=False)
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "e")
+    (tmp_path / "e/data-00000-of-00001.arrow").rename(tmp_path / "e.arrow")
+    shutil.rmtree(tmp_path / "e")
+    names = dict(parquet="Parquet", feather="Arrow", csv="CSV", tsv="CSV", arrow="Arrow")
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(UserError, match=f"{path} is {names[path.suffix[1:]]}: run") as error:
+            list(read_pieces([path]))
+        subprocess.run(str(error.value).split("run  ")[1], shell=True, check=True)
+        read = [record for *_, record in read_records(path.with_suffix(".jsonl"), "")]
+        assert read == records
+        path.with_suffix(".jsonl").unlink()
+    with pytest.raises(UserError, match=r"1 \.parquet, .*: of each Parquet file .* run  python"):
+        find_files([tmp_path])
+
+
+def test_a_byte_order_mark_within_a_text_is_none_of_it(tmp_path):
+    """Where files that begin with one were joined."""
+    (tmp_path / "a.txt").write_text("\ufeffone\n\ufefftwo\nth\ufeffree\n" * 3)
+    pieces = read_pieces([tmp_path / "a.txt"])
+    assert "".join(piece.text for piece in pieces) == "one\ntwo\nth\ufeffree\n" * 3
 
 
 # ---------------------------------------------------------------------------- windows and order

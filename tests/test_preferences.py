@@ -1,10 +1,8 @@
-"""preferences.py with text/pairs.py, and rewards.py: what they read, and runs of them."""
+"""preferences.py and rewards.py: runs of them, and what rewards.py reads."""
 
-import itertools
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,97 +13,15 @@ from test_chat import BYTES
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
 from test_formats import our_model, stored
 from test_model import to_hugging_face
+from test_pairs import PAIRS, written
 from test_train import as_flags, resumes
 from workers.train_cases import BETA, packed_pairs
 
 from checkpoint import write_checkpoint
 from model import IGNORE, LlamaConfig
-from plumbing.messages import UserError
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
-from text.chat import open_samples
 from text.packing import Packed
-from text.pairs import docstring_pairs, pairs
-from text.targets import encode
-
-
-def said(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-HI, GOOD, BAD = said("user", "Hi"), said("assistant", "Hello"), said("assistant", "Go")
-BEFORE = [said("user", "A?"), said("assistant", "B.")]
-HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
-
-
-def written(directory: Path, lines: list[dict]) -> str:
-    path = directory / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return str(path)
-
-
-def record(prompt, chosen, rejected, **more) -> dict:
-    return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
-
-
-@pytest.mark.parametrize("line, before", [
-    (record("Hi", "Hello", "Go"), []),
-    (record([HI], [GOOD], [BAD]), []),
-    (record("Hi", [HI, GOOD], [HI, BAD]), []),
-    (record(None, [HI, GOOD], [HI, BAD]), []),
-    (record("Hi", "Hello", "Go", system="Be kind."), [said("system", "Be kind.")]),
-    (record([*BEFORE, HI], "Hello", "Go"), BEFORE),
-    (record(None, HH + "Hello", HH + "Go"), BEFORE),
-])  # fmt: skip
-def test_layouts_of_pairs(tmp_path, line, before):
-    """The targets are the last answers alone: earlier ones would count the same in both."""
-    path = written(tmp_path, [line] * 3)
-    train, val, prompts, _ = open_samples([path], BYTES, 128, read=pairs)
-    shared = [message | {"train": False} for message in [*before, HI]]
-    expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
-    for packed, n in ((train, 2), (val, 1)):
-        assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected * n
-    assert [answer for _, answer in prompts] == ["Hello"]
-    targets = train.batch([0]).targets
-    ids = targets[targets != IGNORE].tolist()
-    assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
-
-
-@pytest.mark.parametrize("line, says", [
-    (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
-    (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
-    (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
-    (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
-    ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
-    ("Hi, Go", "is not a JSON object: give .*chosen"),
-    (None, "holds no conversation: give .*chosen"),
-])  # fmt: skip
-def test_what_is_no_pair_is_refused(tmp_path, line, says):
-    with pytest.raises(UserError, match=says):
-        open_samples([written(tmp_path, [line] * (line is not None))], BYTES, 128, read=pairs)
-
-
-def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
-    lines = [record("Hi", "a" * (n % 13 + 1), "b" * (n % 7 + 1)) for n in range(40)]
-    path = written(tmp_path, lines + [record("Hi", "a" * 80, "b" * 10)] * 3)
-    train, val, _, summary = open_samples([path], BYTES, 128, read=pairs)
-    assert summary.endswith("; 3 dropped") and len(train.samples) + len(val.samples) == 80
-    for row in train.rows:
-        assert row[1::2] == [i + 1 for i in row[::2]] and not any(i % 2 for i in row[::2])
-        assert sum(len(train.samples[i][0]) - 1 for i in row) <= 128
-
-
-def test_default_pairs():
-    """The rejected answer has half of the words, or all in another order."""
-    halves, samples = 0, [*itertools.islice(docstring_pairs(), 500)]
-    for sample in samples:
-        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
-        halves += (half := bad == good[: len(good) // 2])
-        assert bad and bad != good and (half or sorted(bad) == sorted(good))
-    assert len(samples) == 500 and 200 < halves < 300
-
-
-PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
 
 
 def test_a_run_begins_at_log_2_and_resumes(tmp_path, base):  # noqa: F811

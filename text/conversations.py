@@ -7,24 +7,23 @@ model learns to write the docstring.
 
 import ast
 import contextlib
-import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plumbing.json_files import check_string
-from plumbing.messages import UserError, print_rank_zero
+from plumbing.messages import UserError
 from text.corpora import (
     Reading,
     document_name,
-    kind_of,
+    find_files,
     read_records,
     split_of,
     standard_library,
 )
+from text.fields import SWITCHES, is_trained_on, note_unread, refuse_other_meanings, unread
 from text.templates import OPTIONAL_FIELDS, Conversation
 
 # --------------------------------------------------------------------------- conversation files
@@ -37,13 +36,11 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "train", *OPTIONAL_
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
 # Fields that make a line: a list of messages, or a question and its answer.
 LAYOUTS = ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")
-PAIR = ("prompt", "chosen", "rejected")  # of text/pairs.py
+BESIDE = {"system", "history", "tools", "functions", *SWITCHES}  # that a line may have, too
 LINE_FORMATS = (
     f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
     f'"output"}} or {{"prompt", "completion"}}'
 )
-LINE_FIELDS = {"input", "system", "history", "tools", "functions", "weight", "train"}
-LINE_FIELDS.update(*LAYOUTS, PAIR)
 
 
 class Sample(NamedTuple):
@@ -58,103 +55,127 @@ class Sample(NamedTuple):
     encoded: tuple = ()
 
 
-def read_conversations(
-    path: Path, reading: Reading, parse: Callable | None = None, expected: str = LINE_FORMATS
-) -> Iterator[Sample]:
+class Form(NamedTuple):
+    """What the lines of a file hold: conversations (CHATS), or pairs of them (text/pairs.py)."""
+
+    parse: Callable[[dict, str], list[Conversation]]  # a line and where it is -> one, or two
+    fields: Callable[[dict], set[str]]  # a line -> those of its fields that are read
+    expected: str
+    default: Callable[[], Iterator[Sample]]  # of `--data python`
+
+
+def read_conversations(path: Path, reading: Reading, form: Form | None = None) -> Iterator[Sample]:
     """Yield the sample in each line of a JSONL file, or in each element of a JSON array.
 
-    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Or `parse` returns
-    the two conversations of a pair, from what is `expected` (text/pairs.py). Messages after the
-    last answer are left out, since they have no targets. Raise UserError where a line is something
-    else. A note names the fields that nothing here reads and that may mean something. Lines are
-    held out as in pretraining on the same file."""
-    unread = set()
-    for number, where, record in read_records(path, expected, reading):
+    A line is a JSON object of a form, by default in one of the LINE_FORMATS; "input" may be
+    missing. Messages after the last answer are left out, since they have no targets. Raise
+    UserError where a line is something else. A note names the fields that nothing here reads. Lines
+    are held out as in pretraining on the same file."""
+    form = form or CHATS
+    not_read = set()
+    for number, where, record in read_records(path, form.expected, reading):
         with reading.one(where):
             record = {key: value for key, value in record.items() if value is not None}
-            found = parse(record, where) if parse else [conversation_of(record, where)]
-            tools = _tools(record, where)
-            unread |= _unread(record, LINE_FIELDS)
-            for message in itertools.chain(*found):
-                unread |= _unread(message, MESSAGE_FIELDS)
+            found = form.parse(record, where)
+            not_read |= unread(record, form.fields(record))
+            for messages in found:
+                for message in messages:
+                    not_read |= unread(message, MESSAGE_FIELDS)
             split = split_of(f"{document_name(path)}:{number}")
-            yield Sample(split, where, found[0], tools, *found[1:])
-    if unread:
-        names = ", ".join(sorted(unread))
-        print_rank_zero(f"note: {path} has fields that are not read: {names}", file=sys.stderr)
-
-
-def _unread(record: dict, known: set[str]) -> set[str]:
-    """Return the fields that are not known and may mean something: texts, yes or no, messages."""
-
-    def may_mean(value: object) -> bool:
-        has_messages = isinstance(value, list) and value and isinstance(value[0], dict)
-        return isinstance(value, str | bool) or has_messages
-
-    return {key for key in record.keys() - known if may_mean(record[key])}
+            yield Sample(split, where, found[0], _tools(record, where), *found[1:])
+    note_unread(path, not_read)
 
 
 def conversation_of(record: dict, where: str) -> Conversation:
     """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
-    found = [layout for layout in LAYOUTS if record.keys() >= set(layout)]
-    if not found:
+    layout = layout_of(record)
+    if not layout:
         fields = ", ".join(map(repr, record)) or "nothing"
         raise UserError(f"{where}: an object with {fields:.200}: give {LINE_FORMATS}")
-    if len(found) > 1:
-        both = " and ".join("/".join(layout) for layout in found)
+    others = [other for other in LAYOUTS if record.keys() >= {*other} and other != layout]
+    if others:
+        both = f"{'/'.join(layout)} and {'/'.join(others[0])}"
         raise UserError(f"{where}: both {both}: leave one of them out")
-    name, *answer = found[0]
-    if answer:
-        question = _text_of(record, name, where)
-        if more := _text_of(record, "input", where):
-            question = f"{question}\n\n{more}" if question else more
-        turns = _one_turn(question, _text_of(record, answer[0], where))
-    else:
-        turns = record[name]
+    before = beginning(record, where)
+    if len(layout) == 1:
+        turns = record[layout[0]]
         if not isinstance(turns, list):
-            raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
-    messages = []
-    for i, turn in enumerate([*_history(record, where), *turns], 1):
-        messages.append(_message(turn, f"{where}: message {i}"))
-    if system := _text_of(record, "system", where):
-        if messages and messages[0]["role"] == "system":
-            raise UserError(f'{where}: both a "system" and a system message: leave one out')
-        messages.insert(0, {"role": "system", "content": system})
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
-    if not _is_trained_on(record, where):
-        messages = [message | {"train": False} for message in messages]
-    return messages
+            raise UserError(f'{where}: "{layout[0]}" is not a list: give {MESSAGES}')
+    else:
+        name, answer = layout
+        turns = one_turn(question_of(record, name, where), text_of(record, answer, where))
+    messages = with_beginning(before, read_messages(turns, where, before), where)
+    return up_to_last_answer(messages, record, where)
 
 
-def _text_of(record: dict, name: str, where: str) -> str:
+def layout_of(record: dict) -> tuple[str, ...]:
+    """Return the names of the fields that hold a line's conversation; none if nothing holds one."""
+    found = [layout for layout in LAYOUTS if record.keys() >= {*layout}]
+    return found[0] if found else ()
+
+
+def fields_of_chat(record: dict) -> set[str]:
+    layout = layout_of(record)
+    has_input = len(layout) == 2
+    return BESIDE | {*layout} | ({"input"} if has_input else set())
+
+
+def text_of(record: dict, name: str, where: str) -> str:
     return check_string(record.get(name, ""), f'{where}: "{name}" is')
 
 
-def _one_turn(prompt: str, answer: str) -> Conversation:
+def question_of(record: dict, name: str, where: str) -> str:
+    """Return a question, with the "input" that it is about."""
+    parts = text_of(record, name, where), text_of(record, "input", where)
+    return "\n\n".join(part for part in parts if part)
+
+
+def one_turn(prompt: str, answer: str) -> Conversation:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _history(record: dict, where: str) -> Conversation:
-    """Return the messages of earlier turns."""
+def beginning(record: dict, where: str) -> Conversation:
+    """Return the messages in the fields beside a conversation: its system message, and the earlier
+    turns of its "history"."""
+    refuse_other_meanings(record, where)
     turns = record.get("history", [])
     messages = []
     for turn in turns if isinstance(turns, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError(f'{where}: "history" is no list of [question, answer]')
-        messages += _one_turn(*turn)
+        messages += one_turn(*turn)
+    messages = read_messages(messages, where)
+    if system := text_of(record, "system", where):
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _is_trained_on(fields: dict, where: str) -> bool:
-    """Return whether an answer, or those of a line, are targets. OpenAI's files say no by a weight
-    of 0, axolotl's by train: false."""
-    for name in ("weight", "train"):
-        if fields.get(name, 1) not in (0, 1):
-            raise UserError(f'{where}: "{name}" is {fields[name]!r:.60}: give 0 or 1')
-    return bool(fields.get("weight", 1) and fields.get("train", 1))
+def with_beginning(before: Conversation, messages: Conversation, where: str) -> Conversation:
+    """Return messages after what `beginning` returned."""
+    if before and messages and messages[0]["role"] == "system":
+        name = "system" if before[0]["role"] == "system" else "history"
+        raise UserError(f'{where}: both a "{name}" and a system message: leave one out')
+    return before + messages
+
+
+def up_to_last_answer(messages: Conversation, record: dict, where: str) -> Conversation:
+    """Return a line's messages without those after the last answer, which have no targets."""
+    while messages and messages[-1]["role"] != "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
+    if is_trained_on(record, where) is False:
+        messages = [message | {"train": False} for message in messages]
+    return messages
+
+
+def read_messages(turns: list, where: str, before: Conversation | None = None) -> Conversation:
+    """Return the messages of a file as chat templates take them; `before` are those before them."""
+    first = 1 + sum(message["role"] != "system" for message in before or [])
+    messages = []
+    for i, turn in enumerate(turns, first):
+        messages.append(_message(turn, f"{where}: message {i}"))
+    return messages
 
 
 def _tools(record: dict, where: str) -> list | None:
@@ -190,14 +211,16 @@ def _message(message: object, which: str) -> dict[str, Any]:
     is_call = "tool_calls" in given or "function_call" in given
     if "content" in given or not is_call:
         given["content"] = check_string(given.get("content"), f'{which} has the "content"')
-    if given["role"] == "assistant":
-        if not (is_call or given["content"].strip()):
-            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-        is_trained_on = _is_trained_on(given, which)
-        given.pop("weight", None)
-        given.pop("train", None)
-        if not is_trained_on:
-            given["train"] = False
+    is_answer = given["role"] == "assistant"
+    if is_answer and not (is_call or given["content"].strip()):
+        raise UserError(f"{which} is an empty answer: write one, or leave the line out")
+    refuse_other_meanings(given, which)
+    is_target = is_trained_on(given, which)
+    if is_target and not is_answer:
+        raise UserError(f"{which} is to be trained on, and no answer: only answers are targets")
+    given = {name: value for name, value in given.items() if name not in SWITCHES}
+    if is_answer and is_target is False:
+        given["train"] = False
     return given
 
 
@@ -246,7 +269,7 @@ def docstrings() -> Iterator[Sample]:
             if fits and source not in seen:
                 seen.add(source)
                 prompt = f"Write the docstring for this function.\n\n{source}"
-                yield Sample(split, name, _one_turn(prompt, summary))
+                yield Sample(split, name, one_turn(prompt, summary))
 
 
 def _without_docstring(function: Function, lines: list[str]) -> str:
@@ -268,32 +291,26 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # ----------------------------------------------------------------------------------- both kinds
 
 
-def conversations(
-    data: list[str],
-    reading: Reading,
-    parse: Callable | None = None,
-    default: Callable[[], Iterator[Sample]] | None = None,
-    expected: str = LINE_FORMATS,
-) -> list[Sample]:
-    """Return the samples of --data. Pairs (text/pairs.py) have three other arguments."""
+def _chat_of(record: dict, where: str) -> list[Conversation]:
+    return [conversation_of(record, where)]
+
+
+CHATS = Form(_chat_of, fields_of_chat, LINE_FORMATS, docstrings)
+
+
+def conversations(data: list[str], reading: Reading, form: Form = CHATS) -> list[Sample]:
+    """Return the samples of --data."""
     if data == ["python"] and not Path("python").exists():
-        return [*(default or docstrings)()]
+        return [*form.default()]
     samples = []
-    for file in files_of(data, expected):
-        samples += read_conversations(file, reading, parse, expected)
+    for file in files_of(data, form.expected):
+        samples += read_conversations(file, reading, form)
     if not samples:
-        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {expected}")
+        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {form.expected}")
     return samples
 
 
-def files_of(data: list[str], expected: str) -> Iterator[Path]:
-    """Yield the files of --data, and those inside its directories. Raise UserError, which asks for
-    lines like `expected`, where a directory has none."""
-    for path in map(Path, data):
-        if not path.is_dir():
-            yield path
-            continue
-        files = sorted(file for file in path.rglob("*") if kind_of(file) == ".jsonl")
-        if not files:
-            raise UserError(f"{path} holds no .jsonl file: give one with lines like {expected}")
-        yield from files
+def files_of(data: list[str], expected: str) -> list[Path]:
+    """Return the JSONL files of --data, and those inside its directories. Raise UserError, which
+    asks for lines like `expected`, where there is none."""
+    return find_files(data, (".jsonl",), f"give one with lines like {expected}")

@@ -25,9 +25,45 @@ from plumbing.messages import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
 MAX_LINE = 64 << 20  # bytes; a small file of gzip's may hold a line of any length
+TEXTS = (".txt", ".jsonl", ".md", ".py")  # kinds of files in a corpus
 VAL_FRACTION = 0.05  # held out for validation
 MESSAGES = {"messages", "conversations"}  # fields with a list that is one record
+PANDAS = (
+    "python -c \"import pandas; pandas.{}('PATH').to_json('NEW', orient='records', lines=True)\""
+)
+DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('PATH').to_json('NEW')\""
+CSV = (
+    'python -c "import csv, json; [print(json.dumps(row)) for row in '
+    "csv.DictReader(open('PATH', newline=''){})]\" > NEW"
+)
 BOM = "\ufeff"  # a byte order mark, with which some programs begin a file: it is no text
+
+
+class OtherFormat(NamedTuple):
+    """A format of files that is not read here, and how to make JSON lines of a file."""
+
+    name: str
+    suffix: str
+    magic: bytes  # with which a file begins
+    command: str
+
+    def convert(self, path: Path) -> str:
+        """Return advice to convert a file."""
+        new = path.with_suffix(".jsonl")
+        return f"run  {self.command.replace('PATH', str(path)).replace('NEW', str(new))}"
+
+
+OTHER_FORMATS = (
+    OtherFormat("Parquet", ".parquet", b"PAR1", PANDAS.format("read_parquet")),
+    OtherFormat("Arrow", ".arrow", b"\xff\xff\xff\xff", DATASETS),
+    OtherFormat("Arrow", ".feather", b"ARROW1", PANDAS.format("read_feather")),
+    OtherFormat("zstd", ".zst", b"(\xb5/\xfd", "zstd -d PATH"),
+    OtherFormat("xz", ".xz", b"\xfd7zXZ", "xz -dk PATH"),
+    OtherFormat("bzip2", ".bz2", b"BZh91AY", "bzip2 -dk PATH"),
+    OtherFormat("zip", ".zip", b"PK\x03\x04", "unzip PATH"),
+    OtherFormat("CSV", ".csv", b"", CSV.format("")),
+    OtherFormat("CSV", ".tsv", b"", CSV.format(", delimiter='\\t'")),
+)
 
 
 class Piece(NamedTuple):
@@ -66,35 +102,48 @@ class Reading:
             print(f"left out {len(self.left_out):,} documents: {path}", file=sys.stderr)
 
 
-def find_files(sources: Iterable[str]) -> list[Path]:
-    """Return the text files of a corpus: files as given, then those inside the directories given,
-    or for `python` the standard library. Raise UserError where a source has no text."""
+def find_files(
+    sources: Iterable[str], suffixes: tuple[str, ...] = TEXTS, advice: str = "give one"
+) -> list[Path]:
+    """Return files as given, then those inside the directories given that have one of the suffixes,
+    or for `python` the standard library. Raise UserError, with advice, where a source has none."""
     check_there_is_data(sources)
     files = []
     for source in map(str, sources):
         path = Path(source)
-        if source == "python" and not path.exists():
+        if source == "python" and ".py" in suffixes and not path.exists():
             files += standard_library()
         elif path.is_dir():
-            suffixes = (".txt", ".jsonl", ".md", ".py")
-            found = []
-            left_out = Counter()
-            for file in sorted(path.rglob("*")):
-                kind = _kind(file.relative_to(path))
-                if kind in suffixes and file.is_file():
-                    found.append(file)
-                elif file.is_file():
-                    left_out[kind] += 1
-            if not found:
-                raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
-            if left_out:
-                counts = ", ".join(f"{n:,} {kind}" for kind, n in left_out.most_common())
-                line = f"{source}: {len(found):,} files; left out: {counts}"
-                print_rank_zero(line, file=sys.stderr)
-            files += found
+            files += files_inside(path, suffixes, advice)
         else:
             files.append(path)
     return files
+
+
+def files_inside(directory: Path, suffixes: tuple[str, ...], advice: str) -> list[Path]:
+    """Return what find_files finds in a directory. A line says what is left out."""
+    found = []
+    left_out = Counter()
+    for file in sorted(directory.rglob("*")):
+        kind = _kind(file.relative_to(directory))
+        if not file.is_file():
+            continue
+        if kind in suffixes:
+            found.append(file)
+        else:
+            left_out[kind] += 1
+    counts = ", ".join(f"{n:,} {kind}" for kind, n in left_out.most_common())
+    if not found:
+        others = [format for format in OTHER_FORMATS if format.suffix in left_out]
+        if others:
+            one = directory / f"FILE{others[0].suffix}"
+            advice = f"of each {others[0].name} file make JSON lines: {others[0].convert(one)}"
+        kinds = " or ".join(suffixes)
+        raise UserError(f"{directory} holds no {kinds} file, but {counts or 'nothing'}: {advice}")
+    if left_out:
+        line = f"{directory}: {len(found):,} files; left out: {counts}"
+        print_rank_zero(line, file=sys.stderr)
+    return found
 
 
 def check_there_is_data(sources: Iterable[str]) -> None:
@@ -115,7 +164,14 @@ def kind_of(path: Path) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    """Open a file of text, which gzip may have compressed. Raise UserError for OTHER_FORMATS."""
+    file = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    first_bytes = file.peek(8)
+    for format in OTHER_FORMATS:
+        has_magic = format.magic and first_bytes.startswith(format.magic)
+        if has_magic or (not format.magic and kind_of(path) == format.suffix):
+            raise UserError(f"{path} is {format.name}: {format.convert(path)}")
+    return file
 
 
 def text_size(path: Path) -> int:
@@ -131,7 +187,10 @@ def standard_library() -> list[Path]:
     the packages that hold tables rather than code."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = set("site-packages dist-packages test tests idle_test encodings pydoc_data".split())
-    files = sorted(p for p in root.rglob("*.py") if skipped.isdisjoint(p.relative_to(root).parts))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if skipped.isdisjoint(path.relative_to(root).parts):
+            files.append(path)
     if not files:
         raise UserError(f"no Python source in {root}: give text of your own with --data")
     return files
@@ -197,20 +256,25 @@ def _text_of(record: dict, field: str, where: str) -> str:
 def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
     """Yield a file up to the first line end from byte `val_start` on as a document for training,
     the rest as one for validation. `val_start` may be negative, or beyond the end."""
-    split, starts_document = "train", True
+    split = "train"
+    starts_document = True
     with open_file(path) as file:
         while True:
             left = val_start - file.tell()  # unread bytes of training text
             if split == "train" and left <= 0:
-                split, starts_document = "val", True
+                split = "val"
+                starts_document = True
             size = PIECE_BYTES if split == "val" else int(min(PIECE_BYTES, left))
-            begins = file.tell() == 0
-            if not (raw := file.read(size) + (rest := file.readline(MAX_LINE))):
+            whole = file.read(size)
+            rest = file.readline(MAX_LINE)  # of the line that `whole` ends in
+            if not whole + rest:
                 return
             if len(rest) == MAX_LINE:
                 raise UserError(f"{path} has a line of {MAX_LINE >> 20} MiB or more: divide it")
-            text = _decode(raw, str(path))
-            yield Piece(text.removeprefix(BOM) if begins else text, starts_document, split)
+            text = _decode(whole + rest, str(path))
+            # Where files with a mark were joined, lines begin with one.
+            text = text.removeprefix(BOM).replace(f"\n{BOM}", "\n")
+            yield Piece(text, starts_document, split)
             starts_document = False
 
 
@@ -240,21 +304,28 @@ def read_records(
         with contextlib.suppress(UserError):  # it is not JSON, or nested too deep
             return parse_json(text, where)
 
+    def elements(file: BinaryIO) -> list:
+        """Return the elements of a list, or the lines of a file that holds none."""
+        limit = MAX_LINE + 20 * path.stat().st_size  # gzip makes text some five times smaller
+        whole = file.read(limit + 1)
+        if len(whole) > limit:
+            raise UserError(f"{path} holds more than {limit:,} bytes: give a .jsonl file")
+        value = parse(whole, str(path))
+        if isinstance(value, list):
+            return value
+        if value is None and whole.lstrip()[:1] == b"[":
+            raise UserError(f"{path} begins as a list, and is no JSON: is it complete?")
+        lines = whole.splitlines(keepends=True)
+        if isinstance(value, dict):
+            inside = [k for k in value.keys() - MESSAGES if isinstance(value[k], list)]
+            if len(lines) > 1 or inside == [*value]:
+                which = f"the list in {inside[0]!r}" if inside else "a list of objects"
+                raise UserError(f"{path} is one JSON object: give {which}, or an object a line")
+        return lines
+
     with reading.one(str(path)), open_file(path) as file:
-        found = iter(lambda: file.readline(MAX_LINE), b"")
-        if kind_of(path) == ".json":
-            limit = MAX_LINE + 20 * path.stat().st_size  # gzip makes text some five times smaller
-            if len(whole := file.read(limit + 1)) > limit:
-                raise UserError(f"{path} holds more than {limit:,} bytes: give a .jsonl file")
-            value = parse(whole, str(path))
-            found = value if isinstance(value, list) else whole.splitlines(keepends=True)
-            if isinstance(value, dict):
-                inside = [k for k in value.keys() - MESSAGES if isinstance(value[k], list)]
-                if len(found) > 1 or inside == [*value]:
-                    which = f"the list in {inside[0]!r}" if inside else "a list of objects"
-                    raise UserError(f"{path} is one JSON object: give {which}, or an object a line")
-            if value is None and whole.lstrip()[:1] == b"[":
-                raise UserError(f"{path} begins as a list, and is no JSON: is it complete?")
+        is_json = kind_of(path) == ".json"
+        found = elements(file) if is_json else iter(lambda: file.readline(MAX_LINE), b"")
         for number, line in enumerate(found, 1):
             is_line = isinstance(line, bytes)
             if is_line and line.isspace():
@@ -262,6 +333,9 @@ def read_records(
             where = f"{path}, {'line' if is_line else 'element'} {number}"
             with reading.one(where):
                 record = parse(line, where) if is_line else line
+                if record is None and is_line and b"\r" in line.strip():
+                    advice = f"run  tr '\\r' '\\n' < {path} > NEW"
+                    raise UserError(f"{where}: its lines end in CR alone: {advice}")
                 if not isinstance(record, dict):
                     raise UserError(f"{where}: {line!r:.60} is not a JSON object: give {expected}")
                 yield number, where, record

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from plumbing.json_files import check_string
 from plumbing.messages import UserError
-from text.corpora import read_records
+from text.corpora import find_files, read_records
+from text.fields import note_unread, refuse_other_meanings, unread
 from text.packing import Encoded, Rows
 from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
 QUESTIONS = '{"question": "...", "choices": ["...", ...], "answer": 0} or {"question", "answer"}'
+FIELDS = {"question", "choices", "answer"}
 ROOM = 32  # tokens that an answer may take
 
 
@@ -30,35 +32,59 @@ class Exam:
         self, path: Path, tokenizer: Tokenizer, longest: int, room: int = ROOM, chat: bool = False
     ):
         """Raise UserError where a line is no question, or takes more than `longest` tokens."""
-        self.tokenizer, self.room = tokenizer, room
+        self.tokenizer = tokenizer
+        self.room = room
         self.questions: list[dict] = []
-        samples: list[Encoded] = []
         self.prompts: list[list[int]] = []
-        for _, where, question in read_records(path, QUESTIONS):
-            text = check_string(question.get("question"), f'{where}: "question" is')
-            choices, answer = question.get("choices") or [], question.get("answer")
-            if not isinstance(choices, list):
-                raise UserError(f'{where}: "choices" is {choices!r:.60}: give a list of strings')
-            for choice in choices:
-                check_string(choice, f"{where}: a choice is")
-            if choices and (type(answer) is not int or answer not in range(len(choices))):
-                raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
-            if not choices and "\n" in check_string(answer, f'{where}: "answer" is').strip():
-                raise UserError(f'{where}: "answer" has several lines: give one')
-            # A space belongs to the token of the next word; before a choice, so does a line end.
-            prompt = tokenizer.encode(text.rstrip() if choices else text.rstrip(" "), bos=True)
-            rows = [tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
-            if chat:
-                prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                rows = [prompt + tokenizer.encode(choice.strip()) for choice in choices]
-            self.questions.append(question)
-            samples += [(ids, [i >= len(prompt) for i in range(len(ids))]) for ids in rows]
-            self.prompts += [] if rows else [prompt]
-            if (taken := max(map(len, rows or [prompt + [0] * room]))) > longest:
-                raise UserError(
-                    f"{where}: with its answer the question takes {taken} tokens, and the model "
-                    f"reads {longest}: leave it out"
-                )
+        samples: list[Encoded] = []
+        for file in find_files([path], (".jsonl",), f"give one with lines like {QUESTIONS}"):
+            not_read = set()
+            for _, where, question in read_records(file, QUESTIONS):
+                check_question(question, where)
+                not_read |= unread(question, FIELDS)
+                self.questions.append(question)
+                choices = question.get("choices") or []
+                prompt, rows = self._encode(question["question"], choices, chat)
+                for ids in rows:
+                    is_target = [i >= len(prompt) for i in range(len(ids))]
+                    samples.append((ids, is_target))
+                if not rows:
+                    self.prompts.append(prompt)
+                taken = max(map(len, rows)) if rows else len(prompt) + room
+                if taken > longest:
+                    raise UserError(
+                        f"{where}: with its answer the question takes {taken} tokens, and the "
+                        f"model reads {longest}: leave it out"
+                    )
+            note_unread(file, not_read)
         if not self.questions:
             raise UserError(f"{path} holds no question: give lines like {QUESTIONS}")
         self.choices = Rows(samples, tokenizer)
+
+    def _encode(
+        self, text: str, choices: list[str], chat: bool
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return the ids of a question, and those of the question with each choice."""
+        if chat:
+            prompt = encode_prompt([{"role": "user", "content": text}], self.tokenizer)
+            return prompt, [prompt + self.tokenizer.encode(choice.strip()) for choice in choices]
+        # A space belongs to the token of the next word; before a choice, so does a line end.
+        before = text.rstrip() if choices else text.rstrip(" ")
+        prompt = self.tokenizer.encode(before, bos=True)
+        rows = [self.tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
+        return prompt, rows
+
+
+def check_question(question: dict, where: str) -> None:
+    """Raise UserError where a line is no question. Strings become those that UTF-8 can hold."""
+    refuse_other_meanings(question, where)
+    question["question"] = check_string(question.get("question"), f'{where}: "question" is')
+    choices, answer = question.get("choices") or [], question.get("answer")
+    if not isinstance(choices, list):
+        raise UserError(f'{where}: "choices" is {choices!r:.60}: give a list of strings')
+    for choice in choices:
+        check_string(choice, f"{where}: a choice is")
+    if choices and (type(answer) is not int or answer not in range(len(choices))):
+        raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
+    if not choices and "\n" in check_string(answer, f'{where}: "answer" is').strip():
+        raise UserError(f'{where}: "answer" has several lines: give one')

@@ -1,0 +1,230 @@
+"""text/pairs.py: what the layouts of several data sets say, compared with trl's reading of them."""
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from test_chat import ALPACA, BYTES, FUNCTIONS
+from test_published import write as write_tokenizer
+
+from model import IGNORE
+from plumbing.messages import UserError
+from text.chat import open_samples
+from text.pairs import docstring_pairs, pair_of, pairs
+from text.targets import encode
+from text.tokenizer import load_tokenizer
+
+
+def said(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+HI, GOOD, BAD = said("user", "Hi"), said("assistant", "Hello"), said("assistant", "Go")
+BEFORE = [said("user", "A?"), said("assistant", "B.")]
+HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
+
+
+def written(directory: Path, lines: list[dict]) -> str:
+    path = directory / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def record(prompt, chosen, rejected, **more) -> dict:
+    return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
+
+
+NAMES = "user", "assistant"
+
+
+def turns(*texts: str) -> list[dict]:
+    """Messages of a user and of an assistant, in turn."""
+    return [said(NAMES[i % 2], text) for i, text in enumerate(texts)]
+
+
+def sharegpt(*texts: str, names=("human", "gpt")) -> list[dict]:
+    return [{"from": names[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+SYSTEM = said("system", "Be kind.")
+ASK, SKY = "What colour is it?", "What colour is the sky?"
+LAYOUTS = {  # a line, and the messages that both conversations begin with
+    "texts": (record("Hi", "Hello", "Go"), [HI]),
+    "lists": (record([HI], [GOOD], [BAD]), [HI]),
+    "UltraFeedback": (
+        record("Hi", [HI, GOOD], [HI, BAD], prompt_id="0a", messages=[HI, GOOD], score_chosen=8.5),
+        [HI],
+    ),
+    "implicit": (record(None, [HI, GOOD], [HI, BAD]), [HI]),
+    "system": (record("Hi", "Hello", "Go", system="Be kind."), [SYSTEM, HI]),
+    "earlier turns": (record([*BEFORE, HI], "Hello", "Go"), [*BEFORE, HI]),
+    "HH": (record(None, HH + "Hello", HH + "Go"), [*BEFORE, HI]),
+    "HH with a prompt": (record(HH, " Hello", " Go"), [*BEFORE, HI]),
+    "HH that repeats the prompt": (record(HH, HH + "Hello", HH + "Go"), [*BEFORE, HI]),
+    "HH whose answers are named": (
+        record(HH[: -len(" Assistant: ")], "\n\nAssistant: Hello", "\n\nAssistant: Go"),
+        [*BEFORE, HI],
+    ),
+    "Orca": (
+        dict(system="Be kind.", question="Hi", chosen="Hello", rejected="Go"), [SYSTEM, HI],
+    ),
+    "Orca of argilla": (dict(input="Hi", chosen="Hello", rejected="Go", rating=[9, 1]), [HI]),
+    "LLaMA-Factory's Alpaca": (
+        dict(instruction="Add.", input="1 2", chosen="Hello", rejected="Go",
+             history=[["A?", "B."]]),
+        [*BEFORE, said("user", "Add.\n\n1 2")],
+    ),
+    "LLaMA-Factory's ShareGPT": (
+        dict(conversations=sharegpt("A?", "B.", "Hi"), chosen=sharegpt("", "Hello")[1],
+             rejected=sharegpt("", "Go")[1], system="Be kind."),
+        [SYSTEM, *BEFORE, HI],
+    ),
+    "input": (record("Add.", "Hello", "Go", input="1 2"), [said("user", "Add.\n\n1 2")]),
+    "ShareGPT repeats a text": (record("Hi", sharegpt("Hi", "Hello"), sharegpt("Hi", "Go")), [HI]),
+    "null and spaces": (
+        record([HI | {"name": None}], [said("user", "Hi \n"), GOOD], [HI, BAD]), [HI],
+    ),
+    "system within": (record("Hi", [SYSTEM, HI, GOOD], [SYSTEM, HI, BAD]), [SYSTEM, HI]),
+    "system once more": (
+        record("Hi", [SYSTEM, HI, GOOD], [SYSTEM, HI, BAD], system="Be kind."), [SYSTEM, HI],
+    ),
+    "its last message": (record([*BEFORE, HI], [HI, GOOD], [HI, BAD]), [*BEFORE, HI]),
+    "the last question": (record("Hi", [*BEFORE, HI, GOOD], [*BEFORE, HI, BAD]), [*BEFORE, HI]),
+    "a turn after an answer": (record(BEFORE, [HI, GOOD], [HI, BAD]), [*BEFORE, HI]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_pairs(tmp_path, name):
+    """The targets are the last answers alone: earlier ones would count the same in both."""
+    line, before = LAYOUTS[name]
+    path = written(tmp_path, [line] * 3)
+    train, val, prompts, _ = open_samples([path], BYTES, 256, read=pairs)
+    shared = [message | {"train": False} for message in before]
+    expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
+    for packed, n in ((train, 2), (val, 1)):
+        assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected * n
+    assert [answer for _, answer in prompts] == ["Hello"]
+    targets = train.batch([0]).targets
+    ids = targets[targets != IGNORE].tolist()
+    assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
+
+
+TRL = {
+    "explicit": dict(prompt=[*BEFORE, HI], chosen=[GOOD], rejected=[BAD]),
+    "implicit": dict(chosen=[*BEFORE, HI, GOOD], rejected=[*BEFORE, HI, BAD]),
+    "system": dict(chosen=[SYSTEM, HI, GOOD], rejected=[SYSTEM, HI, BAD]),
+    "text beside lists": dict(prompt="Hi", chosen=[HI, GOOD], rejected=[HI, BAD]),
+    "ShareGPT": dict(
+        chosen=sharegpt("Hi", "Hello", names=NAMES), rejected=sharegpt("Hi", "Go", names=NAMES)),
+    "an answer of several turns": dict(
+        prompt=[HI], chosen=[GOOD, *turns("A?", "B.")], rejected=[BAD, *turns("A?", "B.")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_conversations_are_those_of_trl(name, tmp_path):
+    """Prompt and answers, and their ids by a tokenizer's template."""
+    trl = pytest.importorskip("trl.data_utils", reason="trl is not installed here")
+    ours = pair_of(copy.deepcopy(TRL[name]), "line 1")
+    theirs = trl.maybe_extract_prompt(trl.maybe_convert_to_chatml(copy.deepcopy(TRL[name])))
+    n = len(theirs["prompt"])
+    directory = write_tokenizer(tmp_path, "smollm2")
+    tokenizer = load_tokenizer(str(directory))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    texts = trl.apply_chat_template(theirs, reference)
+    for conversation, answer in zip(ours, ("chosen", "rejected")):
+        without = [{k: v for k, v in m.items() if k != "train"} for m in conversation]
+        assert without == theirs["prompt"] + theirs[answer]
+        assert [m.get("train", True) for m in conversation] == [i >= n for i in range(len(without))]
+        ids, is_target = encode(conversation, tokenizer)
+        prompt = reference.encode(texts["prompt"], add_special_tokens=False)
+        whole = reference.encode(texts["prompt"] + texts[answer], add_special_tokens=False)
+        assert ids == whole[: len(ids)] and is_target[: len(prompt)] == [False] * len(prompt)
+        assert is_target[len(prompt)]
+
+
+@pytest.mark.parametrize("line", [
+    dict(prompt="The sky is", chosen=" blue.", rejected=" green."),
+    dict(prompt="def f():\n", chosen="    return 1", rejected="    return 2"),
+])  # fmt: skip
+def test_texts_are_divided_as_by_trl(line):
+    """Of texts without a prompt trl takes the characters that both share: no turn ends there."""
+    trl = pytest.importorskip("trl.data_utils", reason="trl is not installed here")
+    theirs = trl.maybe_extract_prompt(line)
+    chosen, rejected = pair_of(line, "line 1")
+    for conversation, answer in ((chosen, "chosen"), (rejected, "rejected")):
+        assert [m["content"] for m in conversation] == [theirs["prompt"], theirs[answer]]
+    whole = {answer: line["prompt"] + line[answer] for answer in ("chosen", "rejected")}
+    assert trl.extract_prompt(whole)["prompt"].startswith(line["prompt"])
+    with pytest.raises(UserError, match="no prompt, or no chosen answer"):
+        pair_of(whole, "line 1")
+
+
+@pytest.mark.parametrize("line, says", [
+    (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
+    (record("Hi", "Hello", "Hello "), "must first differ in an answer"),
+    (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
+    (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
+    (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
+    (record(None, "Hello", "Go", system="Be kind."), "no prompt, or no chosen answer"),
+    ({"messages": [HI, GOOD]}, "no prompt, or no chosen answer"),
+    ("Hi, Go", "is not a JSON object: give .*chosen"),
+    (None, "holds no conversation: give .*chosen"),
+    (record(ASK, [*turns(SKY, "Blue.")], [*turns(SKY, "Red.")]), "another message than the prompt"),
+    (record("Hi", [HI, HI, GOOD], [HI, HI, BAD]), "the user says the same twice: 'Hi'"),
+    (record([HI, HI], "Hello", "Go"), "the user says the same twice: 'Hi'"),
+    (record(ASK, f"{ASK} Blue.", f"{ASK} Red."), "an answer repeats its question: 'What colour"),
+    (record(ASK, f"{ASK} Blue.", "Red."), "an answer repeats its question: 'What colour"),
+    (record(ASK, f"User: {ASK}\nBot: Blue.", f"User: {ASK}\nBot: Red."), "repeats its question"),
+    (record([HI, GOOD], "Hello", "Go"), "the prompt ends with an answer"),
+    (record("A talk.\n\nHuman: Hi\n\nAssistant:", "Hello", "Go"), 'text before "Human:": give it'),
+    (record("Hi", "Hello", "Go", question="Ho"), "both prompt and question: leave one of them"),
+    (record("Hi", [SYSTEM, HI, GOOD], [SYSTEM, HI, BAD], system="x"), "another message than the"),
+    (record(3, "Hello", "Go"), '"prompt" is 3: give it as a string'),
+    (record("Hi", "Hello", "Go", images=["a.png"]), '"images" is .*only text is read'),
+])  # fmt: skip
+def test_what_is_no_pair_is_refused(tmp_path, line, says):
+    with pytest.raises(UserError, match=says):
+        open_samples([written(tmp_path, [line] * (line is not None))], BYTES, 128, read=pairs)
+
+
+def test_what_is_beside_a_pair_is_read_or_named(tmp_path, capsys):
+    tools = FUNCTIONS["functions"]
+    path = written(tmp_path, [record("Hi", "Hello", "Go", tools=tools)] * 2)
+    with pytest.raises(UserError, match="the chat template writes nothing of tools"):
+        open_samples([path], BYTES, 128, read=pairs)
+    path = written(tmp_path, [record("Hi", "Hello", "Go", weight=0), *PAIRS[:2]])
+    assert "1 dropped" in open_samples([path], BYTES, 128, read=pairs)[3]
+    extra = record("Hi", [GOOD | {"score": 0}], [BAD], margin=0.5, ids=[1], output="x", id="")
+    written(tmp_path, [extra, record([HI], "Hello", "Go", input="x")])
+    capsys.readouterr()
+    open_samples([path], BYTES, 128, read=pairs)
+    assert "are not read: ids, input, margin, output, score" in capsys.readouterr().err
+    assert ALPACA.keys() == {"instruction", "output"}  # which is no pair
+
+
+PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
+
+
+def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
+    lines = [record("Hi", "a" * (n % 13 + 1), "b" * (n % 7 + 1)) for n in range(40)]
+    path = written(tmp_path, lines + [record("Hi", "a" * 80, "b" * 10)] * 3)
+    train, val, _, summary = open_samples([path], BYTES, 128, read=pairs)
+    assert summary.endswith("; 3 dropped") and len(train.samples) + len(val.samples) == 80
+    for row in train.rows:
+        assert row[1::2] == [i + 1 for i in row[::2]] and not any(i % 2 for i in row[::2])
+        assert sum(len(train.samples[i][0]) - 1 for i in row) <= 128
+
+
+def test_default_pairs():
+    """The rejected answer has half of the words, or all in another order."""
+    halves, samples = 0, [*itertools.islice(docstring_pairs(), 500)]
+    for sample in samples:
+        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
+        halves += (half := bad == good[: len(good) // 2])
+        assert bad and bad != good and (half or sorted(bad) == sorted(good))
+    assert len(samples) == 500 and 200 < halves < 300
