@@ -46,18 +46,17 @@ from perf.instruments import Training, build_on_meta, check_writable
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing import processes
-from plumbing.flags import (
-    add_flags,
-    as_json,
-    flag,
-    other_default,
-    parse,
-    record_of,
-    values_of,
-    within,
-)
+from plumbing.flags import as_json, flag, other_default, values_of, within
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
+from plumbing.parser import (
+    Parser,
+    add_flags,
+    nonnegative_int,
+    parse,
+    positive_float,
+    positive_int,
+    record_of,
+)
 from plumbing.processes import Process, init_distributed
 from runs import rules
 from runs.equal import compare_steps

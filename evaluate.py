@@ -37,10 +37,10 @@ from lora import LoRA, add_adapters
 from model import IGNORE, Llama
 from parallel import World, parallelize, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
-from plumbing.flags import flag, other_default, parse, values_of, within
+from plumbing.flags import flag, other_default, values_of, within
 from plumbing.messages import UserError, print_rank_zero, with_progress
 from plumbing.new_files import write_atomically
-from plumbing.parser import positive_int
+from plumbing.parser import parse, positive_int
 from plumbing.processes import Process, init_distributed, run
 from runs.flags import Pretraining
 from runs.records import Totals

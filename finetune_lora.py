@@ -42,8 +42,8 @@ from files.loading import load_weights
 from generate import find_model
 from model import Llama
 from plumbing import processes
-from plumbing.flags import parse
 from plumbing.messages import UserError, print_rank_zero
+from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import rules, setup
 from runs.flags import Finetuning

@@ -32,8 +32,9 @@ from checkpoint import Saver, lock_run
 from parallel import World, gradient_sync, zero_gradients
 from plumbing import processes
 from plumbing.devices import widest_float
-from plumbing.flags import parse, values_of
+from plumbing.flags import values_of
 from plumbing.messages import UserError, print_rank_zero
+from plumbing.parser import parse
 from runs import records, setup
 from runs.flags import Pretraining, Run
 from task import Task, sample_text

@@ -6,19 +6,16 @@
         parallel: ParallelConfig = within(ParallelConfig)
 
 `repeats` is --repeats, and the fields of ParallelConfig are flags beside it. A subclass inherits
-its base's flags; `other_default` changes a default. A record is parsed once and never changes: what
-a run finds out later, about its device or its data, is kept elsewhere."""
+its base's flags; `other_default` changes a default. `parse` of plumbing/parser.py reads a record
+from a command line, once. It never changes: what a run finds out later, about its device or its
+data, is kept elsewhere."""
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
-from plumbing.parser import Parser, nonnegative_float, positive_int
-
 SAME_AS_DEFAULT = object()
-TYPES = {int: positive_int, float: nonnegative_float}  # of a flag, by the type of its default
 
 
 class Flag(NamedTuple):
@@ -105,71 +102,3 @@ def as_json(value):
         return [*value]
     plain = value is None or isinstance(value, bool | int | float | str)
     return value if plain else str(value).removeprefix("torch.")
-
-
-# ----------------------------------------------------------------------------------------- parsing
-
-
-def parse(kind: type, words: list[str] | None = None):
-    """Return the record of a command line, by default this process's. The first line of the class's
-    docstring is the first of --help."""
-    parser = Parser(description=kind.__doc__.partition("\n")[0])
-    add_flags(parser, kind)
-    return record_of(kind, vars(parser.parse_args(words)))
-
-
-def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the flags of a record to a parser, under the headings of their groups."""
-    headings = {}
-
-    def add(name: str, spec: Flag, default) -> None:
-        if spec.group not in headings:
-            new = parser.add_argument_group(spec.group) if spec.group else parser
-            headings[spec.group] = new
-        add_flag(headings[spec.group], name, spec, default)
-
-    for f in fields(kind):
-        if "flag" in f.metadata:
-            add(f.name, f.metadata["flag"], f.default)
-        for name in f.metadata.get("names", ()):
-            spec = flags_in(type(f.default))[name]
-            if name in f.metadata["told"]:
-                without_default = spec.help.partition(" (default")[0]
-                told = f.metadata["told"][name]
-                spec = spec._replace(help=f"{without_default} (default: {told})")
-            group = spec.group or f.metadata["group"]
-            add(name, spec._replace(group=group), getattr(type(f.default), name))
-
-
-def add_flag(group: argparse._ActionsContainer, name: str, spec: Flag, default) -> None:
-    """Add one flag. The parsed namespace has those alone that were typed; so the help, and not
-    argparse, tells the default."""
-    unset = default if spec.unset is SAME_AS_DEFAULT else spec.unset
-    help = spec.help
-    if unset not in (None, False, (), "") and "(default" not in help:
-        shown = " ".join(unset) if isinstance(unset, tuple) else unset
-        help += f" (default: {shown})"
-    options = dict(help=help, default=argparse.SUPPRESS) | spec.options
-    if spec.choices:
-        options["choices"] = spec.choices
-        if spec.type:
-            options["type"] = spec.type
-    elif isinstance(default, bool):
-        run_chooses = unset is None  # so that --no-NAME means something, too
-        options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
-    else:
-        options["type"] = spec.type or TYPES.get(type(default), str)
-    option = f"--{name.replace('_', '-')}"
-    group.add_argument(name if spec.is_positional else option, **options)
-
-
-def record_of(kind: type, typed: dict[str, Any]):
-    """Return a record with the values that were `typed`, by name, and defaults for all others."""
-    own = {name: typed[name] for name in flags_in(kind) if name in typed}
-    own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
-    for f in records_in(kind):
-        inner = {name: typed[name] for name in f.metadata["names"] if name in typed}
-        own[f.name] = replace(f.default, **inner)
-    if "typed" in {f.name for f in fields(kind)}:
-        own["typed"] = frozenset(typed)
-    return kind(**own)

@@ -1,12 +1,14 @@
-"""The argument parser of all commands, and types of its arguments."""
+"""The argument parser of all commands, types of its arguments, and records of flags."""
 
 import argparse
 import difflib
 import math
 import sys
-from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
+from plumbing.flags import SAME_AS_DEFAULT, Flag, flags_in, records_in
 from plumbing.messages import UserError
 from plumbing.retired import check_words
 
@@ -16,14 +18,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
-
-    @classmethod
-    def defaults(cls, add_flags: Callable[["Parser"], None], **given) -> argparse.Namespace:
-        """Return the defaults of the flags that a function adds, and the `given` values."""
-        parser = cls()
-        add_flags(parser)
-        parser.set_defaults(**given)
-        return parser.parse_args([])
 
     def format_help(self) -> str:
         """End the help of every flag with its default, if it has one and the help does not."""
@@ -57,15 +51,6 @@ def nonnegative_int(text: str, least: int = 0) -> int:
 positive_int = partial(nonnegative_int, least=1)
 
 
-class Given(int):
-    """An integer that was typed on the command line, where a default is a plain int."""
-
-
-def given_int(text: str, least: int = 0) -> Given:
-    """Argument type: nonnegative_int as Given."""
-    return Given(nonnegative_int(text, least))
-
-
 def duration(text: str) -> int:
     """Argument type: HOURS:MINUTES, more than none, in seconds."""
     hours, _, minutes = text.partition(":")
@@ -90,3 +75,73 @@ def positive_float(text: str) -> float:
     if not (number := nonnegative_float(text)):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
     return number
+
+
+# ---------------------------------------------------------------------------- records of flags
+
+TYPES = {int: positive_int, float: nonnegative_float}  # of a flag, by the type of its default
+
+
+def parse(kind: type, words: list[str] | None = None):
+    """Return the record of a command line, by default this process's. The first line of the class's
+    docstring is the first of --help."""
+    parser = Parser(description=kind.__doc__.partition("\n")[0])
+    add_flags(parser, kind)
+    return record_of(kind, vars(parser.parse_args(words)))
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add the flags of a record to a parser, under the headings of their groups."""
+    headings = {}
+
+    def add(name: str, spec: Flag, default) -> None:
+        if spec.group not in headings:
+            new = parser.add_argument_group(spec.group) if spec.group else parser
+            headings[spec.group] = new
+        add_flag(headings[spec.group], name, spec, default)
+
+    for f in fields(kind):
+        if "flag" in f.metadata:
+            add(f.name, f.metadata["flag"], f.default)
+        for name in f.metadata.get("names", ()):
+            spec = flags_in(type(f.default))[name]
+            if name in f.metadata["told"]:
+                without_default = spec.help.partition(" (default")[0]
+                told = f.metadata["told"][name]
+                spec = spec._replace(help=f"{without_default} (default: {told})")
+            group = spec.group or f.metadata["group"]
+            add(name, spec._replace(group=group), getattr(type(f.default), name))
+
+
+def add_flag(group: argparse._ActionsContainer, name: str, spec: Flag, default) -> None:
+    """Add one flag. The parsed namespace has those alone that were typed; so the help, and not
+    argparse, tells the default."""
+    unset = default if spec.unset is SAME_AS_DEFAULT else spec.unset
+    help = spec.help
+    if unset not in (None, False, (), "") and "(default" not in help:
+        shown = " ".join(unset) if isinstance(unset, tuple) else unset
+        help += f" (default: {shown})"
+    options = dict(help=help, default=argparse.SUPPRESS) | spec.options
+    if spec.choices:
+        options["choices"] = spec.choices
+        if spec.type:
+            options["type"] = spec.type
+    elif isinstance(default, bool):
+        run_chooses = unset is None  # so that --no-NAME means something, too
+        options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
+    else:
+        options["type"] = spec.type or TYPES.get(type(default), str)
+    option = f"--{name.replace('_', '-')}"
+    group.add_argument(name if spec.is_positional else option, **options)
+
+
+def record_of(kind: type, typed: dict[str, Any]):
+    """Return a record with the values that were `typed`, by name, and defaults for all others."""
+    own = {name: typed[name] for name in flags_in(kind) if name in typed}
+    own = {name: tuple(v) if isinstance(v, list) else v for name, v in own.items()}
+    for f in records_in(kind):
+        inner = {name: typed[name] for name in f.metadata["names"] if name in typed}
+        own[f.name] = replace(f.default, **inner)
+    if "typed" in {f.name for f in fields(kind)}:
+        own["typed"] = frozenset(typed)
+    return kind(**own)

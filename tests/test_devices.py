@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from config import ParallelConfig
-from plumbing.flags import as_json, record_of
+from plumbing.flags import as_json
 from plumbing.messages import UserError
+from plumbing.parser import record_of
 from plumbing.processes import Process
 from runs import setup as setup_py
 from runs.flags import Pretraining

@@ -21,7 +21,7 @@ from costs.page import holds
 from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
-from plumbing.flags import parse
+from plumbing.parser import parse
 from runs.flags import Pretraining
 from runs.setup import ratio_of_peaks
 from techniques.schedules import SCHEDULES
