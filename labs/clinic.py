@@ -33,7 +33,7 @@ from plumbing.messages import UserError
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, nonnegative_int, positive_float
 from plumbing.processes import run
-from runs.flags import MODEL_FLAGS
+from runs.flags import SIZES
 from text.tokenizer import CACHE
 
 WARD = ROOT / "out/clinic"
@@ -262,7 +262,7 @@ def answer(args: argparse.Namespace) -> None:
 def cure_of(text: str) -> str:
     """Return flags as they are, or the bare name of a function of parallel.py or techniques/.
     Raises UserError for other words, and for flags that change the work."""
-    work = ("batch", "seq_len", "model", "tokenizer", "init", "data", *MODEL_FLAGS)
+    work = ["batch", "seq_len", "model", "tokenizer", "init", "data", *(f.name for f in SIZES)]
     for flag in (word.split("=")[0] for word in shlex.split(text)):
         if flag.startswith("--") and flag[2:].replace("-", "_") in work:
             raise UserError(f"'{text}': the cure may not change the work, which {flag} does")
