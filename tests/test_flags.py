@@ -1,16 +1,25 @@
-"""Command lines of the training scripts are read as they were before runs were records.
+"""What a run is asked is a frozen record, and command lines are read as they were before.
 
 frozen_flags.jsonl has command lines that were drawn at random, and what the parsers of commit
 86671ca made of them: the values of all flags for the first line of a script, those that differ from
 it for the others, or the text of the refusal."""
 
+import ast
 import json
+import re
 
 import pytest
-from conftest import ROOT, parsed_by
+from conftest import ROOT, parsed_by, succeed
+from test_layout import FILES
+from test_train import flags
 
+from bench import COMMANDS
+from evaluate import Evaluation
+from generate import Generation
 from plumbing.flags import values_of
 from plumbing.messages import UserError
+from preferences import Preferring
+from rewards import Rewarding
 
 FROZEN = ROOT / "tests/frozen_flags.jsonl"
 LINES = [json.loads(line) for line in FROZEN.read_text().splitlines()]
@@ -30,3 +39,36 @@ def test_command_lines_are_read_as_before(script):
             assert problem == line["refused"], line
         else:
             assert found == DEFAULTS[script] | line["values"], line
+
+
+def test_nothing_is_changed_after_parsing():
+    """Neither a record nor a namespace; and every record has the flags that are read of it."""
+    kinds = Preferring, Rewarding, Generation, Evaluation, *(kind for _, kind in COMMANDS.values())
+    for kind in kinds:
+        assert kind.__dataclass_params__.frozen, kind
+    names = {"args", "run", "asked"}
+    for module, path in FILES.items():
+        assert not re.search(r"set_defaults|getattr\((args|run|asked), \w+, ", path.read_text()), (
+            module
+        )
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", 0)]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    assert target.value.id not in names, (module, node.lineno)
+
+
+def test_what_was_asked_and_what_was_found_are_kept_apart(corpus, tmp_path):
+    """In OUT/config.json, and in the checkpoint, which a resumed run reads."""
+    out = tmp_path / "run"
+    words = flags(corpus, out, steps=2)
+    for typed in ("--optimizer=adamw", "--steps=2"):
+        words.remove(typed)
+    succeed("train.py", *words, "--epochs=0.01", nproc=2)
+    for path in (out / "config.json", *out.glob("step-*/config.json")):
+        config = json.loads(path.read_text())
+        asked, facts = config["flags"], config["facts"]
+        assert asked == values_of(parsed_by("train.py", *map(str, words), "--epochs=0.01"))
+        assert asked["optimizer"] is None and facts["optimizer"] == "muon" and facts["lr"] == 0.01
+        assert (asked["dp"], facts["dp"], facts["microbatch"]) == ("auto", "ddp", 4)
+        assert facts.keys() - asked.keys() == {"data_checksum", "token_offset"}

@@ -15,12 +15,14 @@ from test_formats import our_model, stored
 from test_model import to_hugging_face
 from test_pairs import PAIRS, written
 from test_train import as_flags, resumes
-from workers.train_cases import BETA, packed_pairs
+from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from checkpoint import write_checkpoint
-from model import IGNORE, LlamaConfig
+from evaluate import evenly_spaced
+from model import IGNORE, Llama, LlamaConfig
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
+from text.order import Order, Steps, window_of
 from text.packing import Packed
 
 
@@ -62,6 +64,25 @@ def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, unsplit, sp
     assert losses[0] == pytest.approx(math.log(2), rel=1e-12) and losses[3] < losses[0]
     assert ours == pytest.approx(losses, rel=1e-12)
     resumes(tmp_path / "out", 2, lambda out: {}, "preferences.py", *given, nproc=2)
+
+
+def test_the_base_is_computed_for_the_rows_that_are_read(monkeypatch):
+    """And for the held-out rows of evaluations; all other rows have none."""
+    computed = []
+
+    def log_p_of(task, dataset, rows):
+        computed.append((dataset, [*rows]))
+        return torch.zeros(len(dataset), dataset.seq_len)
+
+    monkeypatch.setattr(Preferences, "base_log_p", log_p_of)
+    train_set, val_set = packed_pairs(), packed_pairs()
+    run = Preferring(all_weights=True, eval_windows=3)
+    task = Preferences(run, JobOfTask(Llama(CONFIG), train_set, val_set), None, None, None)
+    order = Order(batch=2, seq_len=24, seed=0)
+    task.begin(Steps(done=0, last=2, skipped=(), order=order))
+    read = {window_of(i, len(train_set), seed=0) for i in range(4)}
+    assert len(train_set) > len(read)
+    assert computed == [(train_set, sorted(read)), (val_set, evenly_spaced(val_set, 3))]
 
 
 def test_adapters_do_not_continue_all_weights(tmp_path, unsplit):
