@@ -45,9 +45,10 @@ from perf.compare import default_contestants, flags_of_contestant, is_alone, mea
 from perf.instruments import Training, build_on_meta, check_writable
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, run
 from runs.equal import compare_steps
 from runs.flags import add_pretraining_flags
 from runs.rules import check_batch, check_parallel, check_work, requested_work

@@ -42,10 +42,11 @@ from lora import LoRA, add_adapters
 from model import IGNORE, Llama
 from parallel import World, parallelize, unsharded, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero, with_progress
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, positive_int
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, run
 from runs.records import Totals, described
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work

@@ -33,9 +33,10 @@ from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig, generator_for
 from plumbing.devices import has_bfloat16, widest_float
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, run
 from techniques.nf4 import why_no_blocks
 from text.chat import Conversation, drop_oldest, encode_prompt
 from text.tokenizer import Tokenizer, load_tokenizer

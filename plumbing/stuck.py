@@ -6,23 +6,50 @@ number; so one that has called another, or none while others wait, has gone astr
 """
 
 import json
+import math
 import os
 import re
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 KEPT = 500  # collectives in a report
 ROOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 COMMUNICATES = ("distributed_c10d.py", "_functional_collectives.py")  # files of torch.distributed
 SAME_SIZES = "all_?reduce|all_?gather|reduce_?scatter"  # on all ranks
 
 
-def position(error: Exception | None = None) -> tuple[str, bool]:
+class LastStep(NamedTuple):
+    """The last step that has ended."""
+
+    number: int | None = None  # None: no other follows
+    ended_at: float = 0.0
+    report_at: float = math.inf  # when the next step counts as stuck
+
+
+last_step = LastStep()
+own_error: BaseException | None = None  # that ends this process, and tells where, if others wait
+
+
+def note_step(step: int | None, seconds: float = 0.0) -> None:
+    """Let the watching thread know that a step has ended, which took so many seconds, or that no
+    others follow (None)."""
+    global last_step
+    if step is None:
+        last_step = LastStep()
+        return
+    now = time.monotonic()
+    last_step = LastStep(step, now, now + max(STUCK_AFTER, 5 * seconds))
+
+
+def position(error: BaseException | None = None) -> tuple[str, bool]:
     """Return the innermost line of this project that the main thread is in, as `train.py:185`, or
     that has raised an error; and whether it communicates there. The main thread goes on."""
     if error:
@@ -38,12 +65,12 @@ def position(error: Exception | None = None) -> tuple[str, bool]:
     return "?", communicates
 
 
-def report(error: Exception | None = None) -> dict:
+def report() -> dict:
     """Return where this rank is, or has failed: its `line`; whether it `waits`; the ranks of its
     `groups`; its last `calls`: [group, number, name, sizes of the input, whether it has ended].
 
     With NCCL the host calls collectives that the GPU has not come to: they have not ended."""
-    line, waits = position(error)
+    line, waits = position(own_error)
     known = {str(name): dist.get_process_group_ranks(group)
              for group, name in list(dist.distributed_c10d._world.pg_names.items())}  # fmt: skip
     groups, calls = {}, []
@@ -91,6 +118,21 @@ def describe(reports: dict[int, dict]) -> str:
     for rank, found in sorted(reports.items()):
         places[f"{'waiting' if found['waits'] else 'computing'} at {found['line']}"].append(rank)
     return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in places.items())
+
+
+def who_waits(store: dist.Store) -> str:
+    """Return which rank keeps the others waiting: what rank 0 has found out in this step, so that
+    not every rank reads the reports of all; else as the reports have it."""
+    if store.check(["stuck"]):
+        step, line = json.loads(store.get("stuck"))
+        if step == last_step.number:
+            return line
+    reports = {}
+    for rank in range(dist.get_world_size()):
+        key = f"report of rank {rank}"
+        if store.check([key]):
+            reports[rank] = json.loads(store.get(key))
+    return describe(reports)
 
 
 def _ranks(ranks: list[int]) -> str:

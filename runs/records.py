@@ -29,8 +29,9 @@ from parallel import World, used_techniques
 from plumbing.json_files import parse_json
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import write_atomically
-from plumbing.processes import newest_checkpoint, note_step
+from plumbing.processes import newest_checkpoint
 from plumbing.retired import check_run
+from plumbing.stuck import note_step
 from runs.flags import MODEL_FLAGS
 from text.tokenizer import Tokenizer
 

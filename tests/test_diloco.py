@@ -16,8 +16,8 @@ from workers.drill import kill, ranks_of, running
 from workers.train_cases import BATCH, batch_of
 
 from config import ParallelConfig
+from plumbing.joining import check_restarts
 from plumbing.messages import UserError
-from plumbing.processes import check_restarts
 
 ALONE = dict(dp="diloco", every=3, outer_lr=0.7, outer_momentum=0.9, replicate=2)
 MEAN = ALONE | dict(every=1, outer_lr=1.0, outer_momentum=0.0)

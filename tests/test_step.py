@@ -23,9 +23,10 @@ from perf.compare import Cost, compare_losses, default_contestants
 from perf.instruments import build_on_meta, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED, Facts, verdict
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from plumbing.parser import Parser
-from plumbing.processes import Process, init_distributed
+from plumbing.processes import Process
 from techniques.optimizers import make_optimizer
 from train import train_step
 

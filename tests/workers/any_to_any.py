@@ -13,7 +13,8 @@ from train_cases import BATCH, CLIP, batch_of, build, initialize
 import checkpoint
 from config import ParallelConfig
 from parallel import parallelize, with_mesh
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 from train import train_step
