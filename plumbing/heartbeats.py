@@ -42,7 +42,8 @@ def watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
             if not _script_ended.wait(PEER_LOST_TIMEOUT):  # it may be about to exit by itself
                 fail(store, 1, "")
             return
-        if silence > (PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT):
+        limit = PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT
+        if silence > limit:
             fail(store, 1, f"{next_rank} has died or is frozen{resume_hint(store)}")
         if _script_ended.wait(1):
             return

@@ -112,25 +112,6 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def on_every_rank(work: Callable, group: dist.ProcessGroup) -> list:
-    """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
-    results = [None] * dist.get_world_size()
-    try:
-        mine = work()
-    except Exception as error:
-        mine = error
-    dist.all_gather_object(results, mine, group)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
-def on_rank_zero(work: Callable, group: dist.ProcessGroup) -> None:
-    """Let rank 0 do its work(); raise on all ranks what it raises."""
-    on_every_rank(lambda: work() if dist.get_rank() == 0 else None, group)
-
-
 _meetings = itertools.count()
 
 
