@@ -32,10 +32,10 @@ import finetune_lora
 import preferences
 import rewards
 import train
-from config import FLAGS, Work, add_parallel_flags, in_float64, requested_parallel
+from config import FLAGS, STRATEGIES, Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, assumed_machine
 from costs.plans import FILTERS
-from costs.search import SAME_TRAINING, with_mesh_sizes
+from costs.search import with_mesh_sizes
 from data import local_batch, row_of
 from evaluate import Prediction
 from lora import LoRA
@@ -76,7 +76,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("contestants", nargs="*", metavar="CONTESTANT",
         help="a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
-             f"'fsdp --reshard none'. {', '.join(SAME_TRAINING)}: values of --dp; wrong: hsdp that "
+             f"'fsdp --reshard none'. {', '.join(STRATEGIES)}: values of --dp; wrong: hsdp that "
              "shards across nodes; one: rank 0 alone; bare: its matrix products alone; "
              "transformers: transformers' model and peft's adapters. All are in memory at once "
              "(default for compare: strategies, and ways to keep activations; for limit: bare "

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from config import LAYOUTS, STRATEGIES, Work
+from config import LAYOUTS, Work
 from costs.machines import Machine
 from costs.page import holds, sends, sent_bytes
-from costs.search import ACTIVATIONS, SAME_TRAINING, USABLE_FRACTION, divisors
+from costs.search import ACTIVATIONS, USABLE_FRACTION, divisors
 from costs.seconds import step_time
 from model import LlamaConfig
 from parallel import refusal
@@ -93,7 +93,7 @@ def every_plan(
         if rest or pp > most_stages:
             continue
         for (dp, shard), (cp, microbatch), ep in itertools.product(
-            data_parallel_choices(wanted["dp"], ranks),
+            data_parallel_choices(ranks),
             shares_of_batch(ranks, work, wanted["cp"]),
             ep_sizes,
         ):
@@ -139,16 +139,13 @@ def shares_of_batch(ranks: int, work: Work, wanted_cp: int | None) -> Iterator[t
                 yield cp, microbatch
 
 
-def data_parallel_choices(wanted: str | None, ranks: int) -> list[tuple[str, int]]:
-    """Return (strategy, shard size) for so many ranks with different sequences: those that compute
-    the same, and what is `wanted`. HSDP's shard size may be any divisor of the ranks, not only the
-    ranks of a node, but 1, which is DDP, and all, which is FSDP."""
+def data_parallel_choices(ranks: int) -> list[tuple[str, int]]:
+    """Return (strategy, shard size) for so many ranks with different sequences. HSDP's shard size
+    may be any divisor of the ranks, not only the ranks of a node, but 1, which is DDP, and all,
+    which is FSDP."""
     choices = [("ddp", 1)]
     if ranks > 1:
         choices.append(("zero1", 1))
         choices += [("hsdp", shard) for shard in divisors(ranks)[1:-1]]
         choices.append(("fsdp", ranks))
-    if wanted in STRATEGIES and wanted not in SAME_TRAINING:
-        sizes = {STRATEGIES[wanted].shard_size(ranks, in_node) for in_node in divisors(ranks)}
-        choices += [(wanted, shard) for shard in sorted(sizes)]
     return choices

@@ -17,7 +17,6 @@ from techniques.schedules import has_w
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
-SAME_TRAINING = ("ddp", "zero1", "hsdp", "fsdp")  # strategies that compute the same
 # How activations are kept: the later, the less memory and the more time.
 ACTIVATIONS = {
     "all saved": dict(checkpointing="none", offload_activations=False),
@@ -117,7 +116,7 @@ def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy.
     `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
     parts = []
-    for flags in (*SAME_TRAINING, "fsdp --reshard none", "fsdp --reshard adapters"):
+    for flags in (*STRATEGIES, "fsdp --reshard none", "fsdp --reshard adapters"):
         dp, _, reshard = flags.partition(" --reshard ")
         asked = replace(work.parallel, dp=dp, reshard=reshard or "weights")
         own_shard = shard if work.parallel.dp == dp else None

@@ -161,31 +161,6 @@ def draw_two_nodes(path: Path) -> None:
     save(figure, path)
 
 
-def draw_apart(path: Path) -> None:
-    """Bits per byte over time of DDP, HSDP and DiLoCo on two nodes, over links of three speeds."""
-    measured = json.loads((MEASURED / "apart.json").read_text())
-    links = {"none": "no limit", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
-    labels = {"ddp": ("DDP", BLUE), "hsdp": ("HSDP", GREEN)}
-    every = {8: ORANGE, 32: RED, 128: GREY}
-    labels |= {f"diloco{h}": (f"DiLoCo --every {h}", color) for h, color in every.items()}
-    labels |= {f"mean{h}": (f"--every {h}, plain averaging", every[h]) for h in (8, 32)}
-    figure, axes = new_figure(9, 3.4, columns=3, sharey=True)
-    for ax, (link, title) in zip(axes, links.items()):
-        for name, (label, color) in labels.items():
-            of_seeds = measured["bits_per_byte"]["ddp" if name == "hsdp" else name].values()
-            steps = [int(step) for step in next(iter(of_seeds))]
-            means = [statistics.mean(values) for values in zip(*(s.values() for s in of_seeds))]
-            speed = measured["seconds"][link][name.replace("mean", "diloco")]
-            style = dict(linestyle="--" if "mean" in name else "-", color=color, label=label)
-            ax.plot([step * speed for step in steps], means, marker="o", markersize=3, **style)
-        ax.set_title(title, loc="left")
-        ax.set_xlim(left=0)
-    figure.legend(handles=axes[0].lines, frameon=False, fontsize=8, loc="outside right center")
-    axes[0].set_ylabel("bits per byte")
-    figure.supxlabel("seconds of training", color=GREY, fontsize=9)
-    save(figure, path)
-
-
 def draw_context(path: Path) -> None:
     """Peak memory of a rank by the number of ranks that share a sequence."""
     lines = (MEASURED / "context.csv").read_text().splitlines()[1:]
@@ -307,7 +282,6 @@ PICTURES = {
     "loss": draw_loss,
     "strategies": draw_strategies,
     "two_nodes": draw_two_nodes,
-    "apart": draw_apart,
     "pipeline": draw_pipeline,
     "context": draw_context,
     "float8": draw_float8,

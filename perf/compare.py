@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig, Work
 from costs.page import Traffic, sent_bytes
-from costs.search import SAME_TRAINING
 from parallel import World, with_mesh
 from perf.instruments import (
     Rounds,
@@ -45,7 +44,7 @@ from techniques.context_parallel import share_sequences
 ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
 NAMES = {  # of contestants -> the flags that they stand for
     **dict.fromkeys(ALONE, ""),
-    **{name: f"--dp {name}" for name in SAME_TRAINING},
+    **{name: f"--dp {name}" for name in STRATEGIES},
     "wrong": "--dp hsdp",  # all-gathers weights across nodes, all-reduces gradients in them
 }
 
@@ -69,7 +68,7 @@ def is_alone(contestant: str) -> bool:
 def default_contestants(process: Process) -> list[str]:
     """Return strategies that differ on these processes, and ways to keep activations."""
     several_nodes = 1 < process.per_node < process.size  # else HSDP is DDP or FSDP
-    strategies = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_spans != "node"]
+    strategies = [n for n, s in STRATEGIES.items() if several_nodes or s.copy_spans != "node"]
     strategies = [*strategies, "fsdp --reshard none"] if process.size > 1 else ["one"]
     plain = strategies[0]
     return [*strategies, f"{plain} --checkpointing selective", f"{plain} --checkpointing full"]

@@ -9,8 +9,17 @@ from plumbing.messages import UserError
 
 LAST_COMMIT = "86671ca"  # the last that has what went after 2026-11-27
 
+OF_DILOCO = "it was for --dp diloco, which is retired, too: leave it out, and use --dp hsdp"
+
 # A flag, a flag and its value, or a script and its command -> what a user has to know.
 RETIRED = {
+    ("--dp", "diloco"): (
+        f"use --dp hsdp; labs/rarely teaches DiLoCo, and commit {LAST_COMMIT} trains by it, and "
+        f"resumes its runs"
+    ),
+    ("--every",): OF_DILOCO,
+    ("--outer-lr",): OF_DILOCO,
+    ("--outer-momentum",): OF_DILOCO,
     ("--dollars",): "multiply the GPU-hours that --tokens prints by what one costs",
     ("--format", "meta"): "use --format hf, which other programs read",
     ("--measured",): "nccl-tests measure links: give their speed to bench.py plan as --link",
@@ -23,7 +32,7 @@ RETIRED = {
 }
 
 # A flag and its value, of runs that only LAST_COMMIT can resume.
-ENDED = ()
+ENDED = [("--dp", "diloco")]
 
 
 def check_words(script: str, words: list[str]) -> None:

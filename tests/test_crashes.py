@@ -28,10 +28,11 @@ from conftest import (
     with_fault,
 )
 from test_train import flags, flip, same_losses
-from workers.drill import drill, kill, newest
+from workers.drill import drill, kill, newest, ranks_of, running
 
 from files import directories
 from files.directories import checkpoints, lock_directory, open_weights, verify
+from plumbing.joining import check_restarts
 from plumbing.messages import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
@@ -94,7 +95,6 @@ def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpu
         (0, 4, dict(async_save=True)),
         (2, 8, {}),
         (2, 4, dict(dp="fsdp", async_save=True)),
-        (2, 2, dict(dp="diloco", every=8, shard=1)),
         (4, 2, dict(dp="fsdp", tp=2)),
         (4, 2, dict(pp=2, cp=2, microbatch=1, async_save=True)),
     ],
@@ -123,6 +123,54 @@ def test_a_run_killed_often_ends_with_the_same_bits(corpus, tmp_path, nproc, kil
     assert not hidden(out) and len(all_complete(out)) == 2
     assert "[rank" not in log.read_text()
     assert half_written
+
+
+def test_restarts_on_several_nodes_need_a_store_for_each(monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(UserError, match="first export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_restarts()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    check_restarts()
+
+
+@pytest.mark.slow
+def test_a_node_leaves_and_comes_back(corpus, tmp_path, monkeypatch):
+    """Each node has a torchrun. One is killed with its rank: the others restart from the last
+    checkpoint, and all of them from one that is saved when it is started again."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    more = dict(dp="fsdp", save_every=4, batch=6, steps=100_000)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+
+    def node(number: int):
+        options = "--nnodes=2:3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d".split()
+        options += [f"--rdzv-id={port}", f"--rdzv-endpoint=localhost:{port}"]
+        options += [f"--rdzv-conf=last_call_timeout=3,is_host={number == 0:d}"]
+        script = [ROOT / "train.py", *flags(corpus, tmp_path / "out", **more), "--resume"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+        return nodes.enter_context(running([*map(str, command)], tmp_path / str(number)))
+
+    def wait_for(ranks: int) -> None:
+        """Wait until so many ranks, after the last restart, have saved."""
+        deadline, last = time.monotonic() + 120, ""
+        while not re.match(rf"{ranks} shard.*?^saved", last, re.DOTALL | re.MULTILINE):
+            assert time.monotonic() < deadline, (tmp_path / "0.log").read_text()
+            time.sleep(0.2)
+            last = (tmp_path / "0.log").read_text().split("mesh: ")[-1]
+
+    with contextlib.ExitStack() as nodes:
+        _, _, third = map(node, range(3))
+        wait_for(3)
+        kill([*ranks_of(third), third.pid])
+        wait_for(2)
+        node(3)
+        wait_for(3)
+    log = (tmp_path / "0.log").read_text()
+    first, second = re.findall(r"resumed from .*step-(\d+)", log)
+    assert 0 < int(first) < int(second)
 
 
 @pytest.mark.parametrize(

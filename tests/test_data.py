@@ -261,7 +261,7 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
 @pytest.mark.parametrize("epochs, steps", [(1, 13), (2, 25), (0.5, 7)])
 def test_epochs_are_steps(epochs, steps):
     given = dict(epochs=epochs, steps=1150, batch=8, warmup=50, skip_steps=[], dp="ddp")
-    args = SimpleNamespace(**given, every=None, outer_lr=None, outer_momentum=None)
+    args = SimpleNamespace(**given)
     choose_steps(args, 100)
     assert args.steps == steps
 

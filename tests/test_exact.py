@@ -20,7 +20,7 @@ from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
 from workers.train_cases import BATCH, SEQ, steps_of
 
-from config import FLAGS, STRATEGIES, Work
+from config import FLAGS, Work
 from model import LlamaConfig
 from plumbing.messages import UserError
 from preferences import LOSSES
@@ -39,8 +39,8 @@ EXPERTS = {
     "bias": dict(n_experts=8),
     "plain": dict(n_experts=6, top_k=3, balance="none"),  # ranks divide them unevenly
 }
-# Fields that are not drawn: sizes that follow from others, the dtype, DiLoCo's (test_diloco.py).
-NOT_DRAWN = "shard", "stages_per_rank", "dtype", "every", "outer_lr", "outer_momentum"
+# Fields that are not drawn: sizes that follow from others, and the dtype.
+NOT_DRAWN = "shard", "stages_per_rank", "dtype"
 
 
 def values_of(field) -> tuple:
@@ -51,9 +51,8 @@ def values_of(field) -> tuple:
         values = (False, True)
     else:
         values = field.metadata["choices"] or (1, 2, 4)
-    other_training = [name for name, strategy in STRATEGIES.items() if strategy.own_steps]
     wanted = dict.fromkeys([field.default, *values])
-    return tuple(value for value in wanted if value not in ("auto", *other_training))
+    return tuple(value for value in wanted if value != "auto")
 
 
 OPTIONS = {name: values_of(field) for name, field in FLAGS.items() if name not in NOT_DRAWN}

@@ -27,7 +27,7 @@ from config import ParallelConfig
 from evaluate import row_sums
 from generate import generate
 from model import Llama, LlamaConfig
-from parallel import finish_step, parallelize, unsharded, with_mesh
+from parallel import parallelize, unsharded, with_mesh
 from perf import instruments
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
@@ -99,7 +99,6 @@ def recorded(rank: int, parallel: ParallelConfig, tied: bool) -> list[list[tuple
             loss = accumulate(runner, share_sequences(rows(max(2, parallel.pp)), world), 1, world)
             world.all_gather_scalars([loss])
             optimizer.step()
-            finish_step(optimizer, world, step=parallel.every)  # DiLoCo's outer step, too
             windows = SimpleNamespace(batch=lambda numbers: rows(len(numbers)))
             row_sums(model, windows, range(25), 2, world)
             with unsharded(model, parallel):
@@ -140,7 +139,6 @@ PIPELINE = dict(dp="fsdp", pp=4, shard=2)
 INTERLEAVED = dict(schedule="interleaved", stages_per_rank=2)
 MESHES = {
     "pp, tied": PIPELINE,
-    "diloco": dict(dp="diloco", replicate=2, shard=4),
     "ddp": dict(replicate=8),
     "fsdp, all": dict(dp="fsdp", shard=8, reshard="all"),
     "hsdp": dict(dp="hsdp", replicate=2, shard=4),

@@ -24,10 +24,6 @@ RATCHET = {
     "moments": (6, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
     "async TP": (5, r"async_tp|async-tp|in_chunks|saves_chunks"),
     "offloaded activations": (5, r"offload_activations|offload-activations"),
-    "DiLoCo": (
-        5,
-        r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks|replicas_apart",
-    ),
     "chunked loss": (4, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
     "ZeRO-1": (7, r"zero1|ZeRO1|optimizer_slice"),
     "experts": (8, r"[eE]xperts?\b|Expert|expert_|\bep\b|Router|Grouped|EXCESS"),

@@ -55,12 +55,8 @@ REFUSALS = """
 2 | train --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
-2 | train --dp diloco --every 5 --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
-2 | train --dp diloco --every 5 --optimizer muon | trains by AdamW: give --optimizer adamw
-2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
-2 | train --dp diloco --optimizer adamw --every 5 --steps 10 --skip-steps 5 | ends --every 5 steps
-2 | train --dp hsdp --every 2 | --every is for --dp diloco
-2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
+2 | train --dp diloco --every 5 | --dp diloco is retired: use --dp hsdp; labs/rarely ... 86671ca
+2 | train --dp hsdp --every=5 | --every is retired ... leave it out
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
@@ -110,8 +106,8 @@ REFUSALS = """
 3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
 1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
 # ----------------------------------------------------------------------------------- bench.py
-1 | step --shard 2 | --shard 2 is for --dp hsdp or --dp diloco
-1 | bench.py equal --dp diloco | --dp diloco is another training
+1 | step --shard 2 | --shard 2 is for --dp hsdp
+1 | bench.py compare "ddp --dp diloco" | --dp diloco is retired
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora

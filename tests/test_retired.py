@@ -5,7 +5,8 @@ from conftest import ROOT
 
 from plumbing.messages import UserError
 from plumbing.parser import Parser
-from plumbing.retired import RETIRED
+from plumbing.retired import ENDED, LAST_COMMIT, RETIRED
+from runs.records import warn_about_changed_flags
 
 
 @pytest.mark.parametrize("typed", RETIRED, ids=" ".join)
@@ -23,3 +24,9 @@ def test_a_word_that_is_retired_elsewhere_is_taken():
     parser.add_argument("command")
     parser.add_argument("--out")
     assert parser.parse_args(["step", "--out", "lora"]).out == "lora"
+
+
+@pytest.mark.parametrize("flag, value", ENDED)
+def test_a_run_that_cannot_go_on_says_which_commit_resumes_it(flag, value):
+    with pytest.raises(UserError, match=f"began with {flag} {value}.* only commit {LAST_COMMIT}"):
+        warn_about_changed_flags({flag.removeprefix("--"): value}, {})
