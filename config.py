@@ -85,7 +85,7 @@ class ParallelConfig:
     pp: int = flag(1, LAYOUT, "pipeline parallelism: ranks that each hold some of the layers and "
                    "pass microbatches on")
     schedule: str = flag("1f1b", LAYOUT, "order of a pipeline's microbatches: gpipe, 1f1b, "
-                         "interleaved, zero-bubble, or a file with a line for each rank")
+                         "interleaved, or a file with a line for each rank")
     stages_per_rank: int = flag(1, LAYOUT, "stages that each rank of a pipeline holds (default: 2 "
                                 "with --schedule interleaved, else 1)", unset=None)
     reshard: str = flag("weights", LAYOUT, "what fsdp and hsdp shard again after use: none; "

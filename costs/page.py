@@ -126,9 +126,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     recomputed = N * w * of_block.recomputed
     all_saved = block_saved if p.offload_activations else L * block_saved
     if p.pp > 1:
-        frozen = any(unit.frozen for unit in all_units)  # then W computes and holds nothing
-        order = p.schedule, p.pp, work.microbatches, p.stages_per_rank, pp_rank
-        all_saved *= most_held(*order, has_w=not frozen) / p.stages_per_rank
+        most = most_held(p.schedule, p.pp, work.microbatches, p.stages_per_rank, pp_rank)
+        all_saved *= most / p.stages_per_rank
     last_blocks = max(all_saved, min(2, L) * block_saved)
     loss = _loss(part, work)
     backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up

@@ -20,7 +20,7 @@ FILTERS = [*LAYOUTS, "microbatch"]  # flags that fix part of a plan
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
 LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
 # Schedule and stages of a rank. GPipe is left out: 1F1B takes as long, with less memory.
-PIPELINES = [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
+PIPELINES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from costs.page import holds, sends, sent_bytes
 from parallel import World, refusal
 from plumbing.messages import print_rank_zero
 from plumbing.processes import Process, memory_of_others, processes_on_this_node
-from techniques.schedules import has_w
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
@@ -94,8 +93,7 @@ def choose_parallel(
             continue
         reshards = [asked.reshard]
         if asked.reshard == "auto":
-            splits_backward = asked.pp > 1 and has_w(asked.schedule)
-            differ = parallel.shard > 1 and choice.microbatches > 1 and not splits_backward
+            differ = parallel.shard > 1 and choice.microbatches > 1
             reshards = ["weights", "all"] if differ else ["weights"]
         choices += [replace(choice, parallel=replace(parallel, reshard=name)) for name in reshards]
     copy = holds(split("ddp"))

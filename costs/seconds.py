@@ -35,7 +35,7 @@ from costs.page import Traffic, holds, is_of_muon, saved, sends
 from parallel import used_techniques
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
-from techniques.schedules import STEADY, has_w, make_schedule, simulate
+from techniques.schedules import STEADY, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
 LATENCY = 10e-6  # seconds to start a collective
@@ -235,21 +235,19 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
     `busy` seconds and `waits` for tp and cp: by the schedule, if all stages took as long as its
     own, and for messages. A link may have more to do than any rank."""
     p, m = work.parallel, work.microbatches
-    splits = has_w(p.schedule) and backwards(work) == 2  # a frozen matrix has nothing for W
     few = min(m, 2 * p.pp) if p.schedule in STEADY else m  # of more, no rank waits longer
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
     message = collective_time("send", nbytes / calls, "pp", p, machine)
-    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work), splits)
+    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work))
     idle *= (busy + waits) / (m * p.stages_per_rank * (1 + backwards(work)))
     return max(idle + 2 * (p.pp - 1) * message, calls * message - busy - waits)
 
 
 @functools.lru_cache(1024)
-def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: bool) -> float:
+def idle_forwards(name: str, p: int, m: int, v: int, backwards: int) -> float:
     """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
-    long, and W, where it `splits`, half of that."""
-    of_w = backwards / 2 if splits else 0
-    seconds = {"F": 1, "B": backwards - of_w, "W": of_w}
+    long."""
+    seconds = {"F": 1, "B": backwards}
     spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind])
     end = max(of_rank[-1].end for of_rank in spans)
     return end - m * v * (1 + backwards)

@@ -246,9 +246,9 @@ def draw_mesh(path: Path) -> None:
 
 
 def draw_pipeline(path: Path) -> None:
-    """The four schedules for four ranks and eight microbatches, one below another; the times of
+    """The three schedules for four ranks and eight microbatches, one below another; the times of
     interleaved stages, two on a rank, are half of the others'."""
-    key = {"F": "forward", "B": "backward", "W": "backward of weights apart; paler: a later stage"}
+    key = {"F": "forward", "B": "backward; paler: a later stage"}
     words = (f'<tspan fill="{FILLS[kind]}">■</tspan> {word} ' for kind, word in key.items())
     parts, height = [f'<text x="60" y="20">{"".join(words)}</text>'], 26
     for name in SCHEDULES:

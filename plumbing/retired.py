@@ -17,6 +17,10 @@ RETIRED = {
         f"use --dp hsdp; labs/rarely teaches DiLoCo, and commit {LAST_COMMIT} trains by it, and "
         f"resumes its runs"
     ),
+    ("--schedule", "zero-bubble"): (
+        f"use --schedule 1f1b, with which its runs resume, or interleaved; labs/pipeline teaches "
+        f"it, and commit {LAST_COMMIT} trains by it, and resumes its runs"
+    ),
     ("--every",): OF_DILOCO,
     ("--outer-lr",): OF_DILOCO,
     ("--outer-momentum",): OF_DILOCO,

@@ -41,7 +41,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from model import Llama
 from plumbing.shards import shard_parameters
 from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens
-from techniques.schedules import has_w
 from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -223,8 +222,6 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
 def refuses(work) -> str:
     if work.parallel.tp == 1:
         return "--async-tp is for --tp 2 or more: give --tp, or leave it out"
-    if has_w(work.parallel.schedule):
-        return "a backward in two parts does not combine with --async-tp: use --schedule 1f1b"
     return ""
 
 

@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from model import Llama
 from plumbing.devices import cast_by_autocast
 from techniques.parallel_layers import product_of_shards, writes_to_stream
-from techniques.schedules import has_w
 from techniques.technique import Technique
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -192,8 +191,6 @@ def use_float8(model: Llama, world) -> None:
 
 def refuses(work) -> str:
     parallel, recipe = work.parallel, work.parallel.float8
-    if has_w(parallel.schedule):
-        return "a backward in two parts does not combine with --float8: use --schedule 1f1b"
     if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for train.py: with adapters, products are not in 8 bits"
     multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if work.on_gpu else 1

@@ -5,8 +5,7 @@ r"""Pipeline parallelism: each rank has some of the layers, and microbatches pas
 A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
 backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
 keep all ranks busy, a batch is cut into microbatches. A *schedule* orders each rank's actions: F, a
-stage's forward of a microbatch, and B, its backward. In some schedules B computes the gradient of
-the input alone, and W later those of the weights (schedules.py).
+stage's forward of a microbatch, and B, its backward (schedules.py).
 
 Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
 B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
@@ -15,17 +14,15 @@ With tied embeddings the first and the last rank also exchange gradients of V D 
 Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
 microbatches: with v = 1 ranks wait (p - 1) / (m + p - 1) of the time.
 
-torch.distributed.pipelining also has schedules whose stages lie in a V (ZBV, DualPipeV) and that
-wait less. But in torch 2.13 its zero-bubble loses gradients under FSDP, without an error, and its
-1F1B refuses fewer microbatches than stages.
+torch.distributed.pipelining also has schedules that split backward and wait less: zero-bubble, and
+those whose stages lie in a V (ZBV, DualPipeV). But in torch 2.13 its zero-bubble loses gradients
+under FSDP, without an error, and its 1F1B refuses fewer microbatches than stages.
 """
 
-import contextlib
 import copy
 import functools
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -38,13 +35,10 @@ from torch.distributed.tensor import DTensor, Shard
 from model import KVCache, Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
-from techniques.schedules import Action, check_schedule, has_w, make_schedule
+from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
 
 # ------------------------------------------------------------------------------------------- stages
 # With tied embeddings the last rank keeps the embedding too, as its output.
-
-# FSDP warns of views (see stages_of): to change one in place would be an error. Nothing here does.
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
 def refuses(work) -> str:
@@ -59,20 +53,13 @@ def refuses(work) -> str:
             f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
             f"must be at most {layers // parallel.stages_per_rank}"
         )
-    if has_w(parallel.schedule):
-        if parallel.compile:
-            return "compiled blocks cannot split backward: give --no-compile"
-        if parallel.reshard == "all":
-            return "--reshard all does not combine with a backward in two parts: leave it out"
-        if work.microbatches == 1:  # FSDP could not sum gradients of two dtypes, B's and W's
-            return (
-                f"--schedule {parallel.schedule} fills the time of one microbatch with work of "
-                f"others, and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
-            )
+    name = parallel.schedule
     try:
-        make_schedule(parallel.schedule, parallel.pp, work.microbatches, parallel.stages_per_rank)
+        schedule = make_schedule(name, parallel.pp, work.microbatches, parallel.stages_per_rank)
     except UserError as error:
         return str(error)
+    if splits_backward(schedule):
+        return f"--schedule {name} has W, and a run computes a backward whole: leave W out"
     return ""
 
 
@@ -149,10 +136,6 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
         stage.config, stage.vocabulary = model.config, model.vocabulary
         stage.loss = lambda *given: model.loss(*given)  # evaluation may replace model.loss
-        # FSDP puts a hook on the tensor that a module returns, and W runs a backward from that of
-        # the stage (see compute). If the last block returned the same tensor, its hook would
-        # all-gather the block for nothing. So the stage returns a view: another tensor.
-        stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
         stage.register_forward_pre_hook(follow_mode)
         made.append(stage)
     return made
@@ -183,9 +166,6 @@ class Pipeline(nn.Module):
         for a backward, which communicates gradients if it is the last of a step."""
         super().__init__()
         self.parallel, self.gradient_sync = world.parallel, gradient_sync
-        self.splits = has_w(self.parallel.schedule)
-        if self.splits:
-            make_deferrable(model)
         self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
         self.message = partial(dist.P2POp, group=self.group)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -196,7 +176,6 @@ class Pipeline(nn.Module):
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
             embedding.weight.copies = 2  # each counts half in the gradient norm
-        self.deferred: dict[tuple, list[Callable]] = {}  # (microbatch, stage) -> what W computes
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):
             # In backward FSDP prefetches the block whose forward came before. For block 0 that
@@ -219,7 +198,7 @@ class Pipeline(nn.Module):
         ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
         with the last stage, 0 on the others."""
         self.microbatches = microbatches
-        self.kept = {}  # (microbatch, stage) -> input and output of its forward, for B and W
+        self.kept = {}  # (microbatch, stage) -> input and output of its forward, for backward
         self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
         self.unfinished = dict.fromkeys(self.stages, len(microbatches))  # backwards to come
@@ -251,36 +230,24 @@ class Pipeline(nn.Module):
             root = microbatch.loss(y) if stage == self.last_stage else to_local(y)  # of backward
             if stage == self.last_stage:
                 self.loss += root.detach()
-            self.kept[i, stage] = x, y, root
+            self.kept[i, stage] = x, root
             return root.detach()
 
-        x, y, root = self.kept.pop((i, stage))
-        if kind == "B" and self.splits:
-            self.kept[i, stage] = None, y, None  # for W
-        else:
-            self.unfinished[stage] -= 1
+        x, root = self.kept.pop((i, stage))
+        self.unfinished[stage] -= 1
         is_final = self.unfinished[stage] == 0
         with self.gradient_sync(self.parallel, module, is_final):
             # FSDP keeps embedding and output unsharded until the last microbatch has used them.
             module.set_reshard_after_backward(is_final, recurse=False)
-            if kind == "W":
-                for add_gradient in self.deferred.pop((i, stage)):
-                    add_gradient()
-                # FSDP takes gradients at the end of a backward, and W runs none. So run one that
-                # computes nothing, from y to itself: y has the hook with which FSDP begins.
-                torch.autograd.grad(y, y, torch.zeros_like(y))
-            else:
-                leave = leave_for_later(self.deferred, (i, stage))
-                with leave if self.splits else contextlib.nullcontext():
-                    root.backward(received)
-        return x.grad if kind == "B" else None
+            root.backward(received)
+        return x.grad
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
         operations, expected = [], {}
         for rank, (kind, i, stage) in sorted(tick.items()):
             to_stage = stage + 1 if kind == "F" else stage - 1
-            if kind == "W" or not 0 <= to_stage <= self.last_stage:
+            if not 0 <= to_stage <= self.last_stage:
                 continue
             to_rank = to_stage % self.p
             if rank == self.rank:
@@ -343,57 +310,3 @@ def wait(works: list[dist.Work]) -> None:
     take the second wait for that of another message."""
     while works:
         works.pop().wait()
-
-
-# -------------------------------------------------------------------------- a backward in two parts
-# Gradients of inputs are computed now, those of weights later. Autograd computes both gradients of
-# a matrix product in one node. So the products of a block become nodes of our own: within
-# `leave_for_later` their backward computes the gradient of the input alone, and leaves a function
-# that will compute that of the weight and add it.
-
-
-class DeferrableLinear(torch.autograd.Function):
-    """x @ weight.T, x [..., in], whose backward can leave the gradient of the weight for later."""
-
-    later: list[Callable] | None = None  # receives what is left for later, within leave_for_later
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # itself, to set its .grad: checkpointing would give back a copy
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,), weight, later = ctx.saved_tensors, ctx.weight, DeferrableLinear.later
-        if later is None:
-            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
-        later.append(partial(add_gradient, weight, grad, x))
-        return grad @ weight, None
-
-
-@torch.no_grad()
-def add_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> None:
-    new = grad.flatten(0, -2).T @ x.flatten(0, -2)
-    if isinstance(new, DTensor):
-        new = new.redistribute(placements=weight.placements)
-    weight.grad = new if weight.grad is None else weight.grad.add_(new)
-
-
-@contextlib.contextmanager
-def leave_for_later(deferred: dict[tuple, list], key: tuple) -> Iterator[None]:
-    """Within this context, backward leaves gradients of matrices as functions in deferred[key]."""
-    DeferrableLinear.later = deferred.setdefault(key, [])
-    try:
-        yield
-    finally:
-        DeferrableLinear.later = None
-
-
-def make_deferrable(model: Llama) -> None:
-    """Let the blocks' matrices leave their gradients for W. All else, such as norms, adapters and
-    layers with a bias, gets its gradients in B."""
-    for block in model.layers.values():
-        for module in block.modules():
-            if type(module) is nn.Linear and module.bias is None and module.weight.requires_grad:
-                module.forward = lambda x, module=module: DeferrableLinear.apply(x, module.weight)

@@ -9,6 +9,10 @@ it:
     F0@0 F0@2 B0@2 B0@0    @2: at stage 2, where a rank has several stages
     F0 B0 F1 W0 B1 W1      B computes the gradient of the input alone, W those of the weights
 
+The last kind is drawn and not run. In it W fills the time in which a rank would wait, since others
+wait for B alone (zero bubble, Qi et al. 2023, arXiv:2401.10241). But here a backward in two parts
+took longer than one, and steps were no faster (docs/measured.md).
+
 Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches.
 """
 
@@ -36,6 +40,7 @@ def gpipe(rank: int, p: int, m: int, v: int = 1) -> list[str]:
 def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
     """Backwards as soon as possible, one after each forward (Narayanan et al. 2020,
     arXiv:2006.09503). The bubble is GPipe's, but a rank holds min(m, p - rank) microbatches.
+    labs/pipeline writes it.
 
         rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
         rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
@@ -61,37 +66,14 @@ def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
     return alternate(forwards, backwards, first=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
 
 
-def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[str]:
-    """1F1B that splits backward: the rank before waits for B alone, and W fills the waiting (Qi et
-    al. 2023, arXiv:2401.10241, ZB-H1). Rank r puts off W by r backwards. The bubble is a third of
-    1F1B's, and every rank holds min(m, p) microbatches, until their W. labs/pipeline writes it.
-
-        rank 0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-        rank 1 .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    """
-    order, backwards = [], 0
-    for action in one_f_one_b(rank, p, m):
-        order.append(action)
-        if action.startswith("B"):
-            backwards += 1
-            if backwards > rank:
-                order.append(f"W{backwards - 1 - rank}")
-    return order + [f"W{i}" for i in range(max(0, m - rank), m)]
-
-
 def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str]:
     """Return the `first` forwards, then a forward and a backward in turn, then what is left."""
     turns = [action for pair in zip(forwards[first:], backwards) for action in pair]
     return forwards[:first] + turns + backwards[len(forwards) - first :]
 
 
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
-}
-STEADY = "1f1b", "interleaved", "zero-bubble"  # no more is held from 2 p microbatches on
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+STEADY = "1f1b", "interleaved"  # no more is held from 2 p microbatches on
 STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
 
 
@@ -105,12 +87,6 @@ def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
         raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
     lines = [line.partition("#")[0] for line in Path(name).read_text("utf-8").splitlines()]
     return [line for line in lines if line.strip()]
-
-
-@functools.cache
-def has_w(name: str) -> bool:
-    """Return whether a schedule splits backward."""
-    return "W" in "".join(lines_of(name))
 
 
 # ----------------------------------------------------------------------------- reading and checking
@@ -241,11 +217,10 @@ def held(order: list[Action]) -> int:
 
 
 @functools.lru_cache(1024)
-def most_held(name: str, p: int, m: int, v: int, rank: int, has_w: bool) -> int:
-    """Return what `held` does for a rank of a schedule, whose W has no work without `has_w`."""
+def most_held(name: str, p: int, m: int, v: int, rank: int) -> int:
+    """Return what `held` does for a rank of a schedule."""
     few = min(m, 2 * p) if name in STEADY else m
-    order = make_schedule(name, p, few, v)[rank]
-    return held([action for action in order if has_w or action.kind != "W"])
+    return held(make_schedule(name, p, few, v)[rank])
 
 
 def bubble(timeline: Timeline) -> float:

@@ -185,7 +185,7 @@ QUICK |= {
         (2, "sigmoid", "dora", dict(dp="fsdp")),
         (2, "sigmoid", "dora", dict(tp=2)),
         (2, "ipo", "all", dict(cp=2, microbatch=4)),
-        (2, "sigmoid", "dora", dict(pp=2, schedule="zero-bubble", microbatch=1)),
+        (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
         (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
         (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
         (2, "ipo", "none", dict(dp="fsdp", ep=2, experts="plain")),
@@ -194,7 +194,7 @@ QUICK |= {
         (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
         (2, "rewards", "all", dict(tp=2)),
         (2, "rewards", "all", dict(cp=2, microbatch=4)),
-        (2, "rewards", "none", dict(pp=2, schedule="zero-bubble", microbatch=1)),
+        (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
     )
 }
 

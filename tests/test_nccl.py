@@ -151,7 +151,7 @@ MESHES = {
     "cp, full": dict(dp="fsdp", shard=8, cp=4, checkpointing="full"),
     "cp x tp": dict(dp="fsdp", shard=4, cp=2, tp=2),
     "pp": PIPELINE,
-    "pp, zero-bubble": PIPELINE | dict(schedule="zero-bubble"),
+    "pp, gpipe": PIPELINE | dict(schedule="gpipe"),
     "pp, interleaved": dict(dp="fsdp", pp=2, shard=2, tp=2) | INTERLEAVED,
     "pp x cp x tp": dict(dp="fsdp", pp=2, shard=2, cp=2, tp=2),
     "pp, muon": dict(dp="hsdp", pp=2, replicate=2, shard=2, optimizer="muon"),

@@ -4,7 +4,7 @@ A row has the number of ranks, a command, and parts of its error line, with " ..
 A first word in FIRST stands for the flags there. Names in braces are paths: {text}, {corpus} and
 {sums} (conftest.py), {base} (a checkpoint), {run} (of train.py), {bare} (Hugging Face's files
 without a tokenizer), {killed} (a run before its first save), {foreign} (a token of 999), {other} (a
-tokenizer of 300 tokens), {here} (an empty directory), {out} (never made).
+tokenizer of 300 tokens), {with_w} (a schedule), {here} (an empty directory), {out} (never made).
 
 test_exact.py draws its cases from what no technique refuses. So it holds the rules of which of them
 combine, and only some of these rules have a row here.
@@ -62,7 +62,10 @@ REFUSALS = """
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
 2 | train --pp 2 --schedule interleaved --n-layers 4 | multiple of 2 microbatches, not 1
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
+2 | train --pp 2 --schedule zero-bubble | is retired: use --schedule 1f1b, with which its runs
+2 | train --pp 2 --schedule {with_w} | has W, and a run computes a backward whole: leave W out
 2 | train --async-tp | --async-tp is for --tp 2 or more
+1 | train --offload-activations | keeps what --checkpointing full saves: give that, too
 2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
 1 | train --out {text} | cannot write to --out ... it is a file
 1 | train --out {run} | already holds a run ... --resume
@@ -143,6 +146,8 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
     places |= dict(run=base.with_name("run"), other=foreign.with_name("other.model"))
     places |= dict(killed=(killed := base.with_name("killed")))
+    places |= dict(with_w=(with_w := base.with_name("schedule.txt")))
+    with_w.write_text("F0 B0 W0\nF0 B0 W0\n")
     train_tokenizer([str(text)], 300, places["other"])
     killed.mkdir()
     (killed / "metrics.jsonl").write_text('{"step": 1}\n')

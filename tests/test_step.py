@@ -245,7 +245,7 @@ CONTESTANTS = {
     "--tp 2 --async-tp": ParallelConfig(tp=2, async_tp=True),
     "fsdp --cp 2": ParallelConfig(dp="fsdp", shard=2, cp=2),
     "fsdp --pp 2": ParallelConfig(dp="fsdp", pp=2),
-    "--pp 2 --schedule zero-bubble": ParallelConfig(pp=2, schedule="zero-bubble"),
+    "--pp 2 --schedule gpipe": ParallelConfig(pp=2, schedule="gpipe"),
     "ddp --checkpointing selective": ParallelConfig(replicate=2, checkpointing="selective"),
     "ddp --checkpointing full": ParallelConfig(replicate=2, checkpointing="full"),
 }

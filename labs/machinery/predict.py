@@ -280,10 +280,9 @@ def draw_bubble(random: Random) -> Question:
     """Share of a pipeline's time in which ranks wait, and what rank 0 holds.
 
     Ranks wait while a pipeline fills and empties: p - 1 times for a forward and a backward of a
-    stage, however many microbatches there are. So the share falls with more of them, with shorter
-    stages, and with W, which nobody waits for. How much a rank holds depends on how soon its
-    backwards come."""
-    name = random.choice(("gpipe", "1f1b", "interleaved", "zero-bubble"))
+    stage, however many microbatches there are. So the share falls with more of them, and with
+    shorter stages. How much a rank holds depends on how soon its backwards come."""
+    name = random.choice(("gpipe", "1f1b", "interleaved"))
     p, v = random.choice((2, 3, 4, 8)), random.choice((2, 4)) if name == "interleaved" else 1
     m = p * random.choice((1, 2, 3))
 
@@ -294,7 +293,7 @@ def draw_bubble(random: Random) -> Question:
 
     def count() -> Iterator[Found]:
         timeline, waiting, most = timed(name, m, v)
-        others = {f"--schedule {n}": timed(n, m, 1) for n in ("gpipe", "1f1b", "zero-bubble")}
+        others = {f"--schedule {n}": timed(n, m, 1) for n in ("gpipe", "1f1b")}
         others[f"{2 * m} microbatches"] = timed(name, 2 * m, v)
         end, drawn = max(spans[-1].end for spans in timeline), draw_text(timeline).splitlines()
         idle = waiting / 100 * end
@@ -307,7 +306,7 @@ def draw_bubble(random: Random) -> Question:
     stages = f" with {v} stages each" * (v > 1)
     text = [
         f"A pipeline of {p} ranks{stages}, {m} microbatches, --schedule {name}.",
-        "Stages are equal. F takes a tick, and B two; where there is W, B and W take one each.",
+        "Stages are equal. F takes a tick, and B two.",
         "Which share of the time do ranks wait (it may be off by 2% of itself)? And for how many "
         "forwards, each of a microbatch at a stage, does rank 0 hold activations, at most?",
         "Read: techniques/schedules.py; python -m techniques.schedules draws a schedule.",

@@ -3,7 +3,7 @@
 The layers are cut into stages, one for each rank. Forward passes a microbatch from the first rank
 to the last, backward from the last to the first. In which order a rank computes its microbatches
 decides how long it waits for others, and how many microbatches it holds in memory meanwhile. You
-write that order as text. It is drawn, timed, and then really run.
+write that order as text. It is drawn and timed and, where backward is not split, really run.
 
 Read: the head of techniques/schedules.py, and its `check_schedule` and `held`. Lines in a file
 are drawn by: python -m techniques.schedules --stages 4 --microbatches 6 --schedule FILE

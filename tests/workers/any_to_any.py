@@ -23,7 +23,7 @@ LAYOUTS = {
     "one": dict(), "ddp2": dict(replicate=2), "zero2": dict(dp="zero1", replicate=2),
     "fsdp2": dict(dp="fsdp", shard=2), "fsdp4": dict(dp="fsdp", shard=4),
     "hsdp2x2": dict(dp="hsdp", replicate=2, shard=2), "tp2": dict(tp=2), "pp2": dict(pp=2),
-    "pp4": dict(pp=4), "pp2fsdp2": dict(dp="fsdp", shard=2, pp=2, schedule="zero-bubble"),
+    "pp4": dict(pp=4), "pp2fsdp2": dict(dp="fsdp", shard=2, pp=2),
     "fsdp2tp2": dict(dp="fsdp", shard=2, tp=2), "muon-tp2": dict(tp=2, optimizer="muon"),
     "muon-fsdp2": dict(dp="fsdp", shard=2, optimizer="muon"),
 }  # fmt: skip

@@ -260,7 +260,7 @@ CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of tak
     "cp packed": CP | dict(packed=True),
     "cp float32": CP | dict(dtype=torch.float32),
     "pp": PP | dict(packed=True),
-    "pp zero-bubble": PP | dict(schedule="zero-bubble", rank=1),
+    "pp gpipe": PP | dict(schedule="gpipe", rank=1),
     "pp interleaved": PP | dict(schedule="interleaved", stages_per_rank=2),
     "pp tp fsdp muon": PP | dict(tp=2, shard=2, optimizer="muon"),
     "tensorwise": dict(float8="tensorwise"),
