@@ -47,6 +47,7 @@ from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing import processes
 from plumbing.flags import as_json, flag, other_default, values_of, within
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import (
     Parser,
@@ -57,7 +58,7 @@ from plumbing.parser import (
     positive_int,
     record_of,
 )
-from plumbing.processes import Process, init_distributed
+from plumbing.processes import Process
 from runs import rules
 from runs.equal import compare_steps
 from runs.flags import Pretraining, Run

@@ -62,6 +62,8 @@ from files.save_checks import (
     check_finite,
     check_links,
     checkpoint_bytes,
+    on_every_rank,
+    on_rank_zero,
     why_not_saved,
 )
 from lora import LoRA, adapter_settings, adapters
@@ -70,7 +72,7 @@ from plumbing.devices import use_gpu_in_thread
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import remove
 from plumbing.parser import Parser
-from plumbing.processes import note_checkpoint, on_every_rank, on_rank_zero, run
+from plumbing.processes import note_checkpoint, run
 from plumbing.shards import assign_shard
 from text.tokenizer import load_tokenizer
 from text.vocabulary import OtherKind, Tokenizer

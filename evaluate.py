@@ -38,10 +38,11 @@ from model import IGNORE, Llama
 from parallel import World, parallelize, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
 from plumbing.flags import flag, other_default, values_of, within
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero, with_progress
 from plumbing.new_files import write_atomically
 from plumbing.parser import parse, positive_int
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, run
 from runs.flags import Pretraining
 from runs.records import Totals
 from runs.rules import check_parallel, check_work, requested_work

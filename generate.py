@@ -34,9 +34,10 @@ from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig, generator_for
 from plumbing.devices import has_bfloat16, widest_float
 from plumbing.flags import flag, values_of
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import nonnegative_int, parse
-from plumbing.processes import Process, init_distributed, run
+from plumbing.processes import Process, run
 from techniques.nf4 import why_no_blocks
 from text.targets import drop_oldest, encode_prompt
 from text.templates import Conversation

@@ -33,9 +33,10 @@ from generate import stream  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
+from plumbing.joining import init_distributed  # noqa: E402
 from plumbing.messages import UserError  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
-from plumbing.processes import init_distributed, run  # noqa: E402
+from plumbing.processes import run  # noqa: E402
 from plumbing.shards import allocate  # noqa: E402
 from techniques.float8 import E4M3, float8_product, has_float8, product, rounded  # noqa: E402
 from techniques.optimizers import BFloat16AdamW  # noqa: E402

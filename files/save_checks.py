@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +18,26 @@ from files.optimizer_state import optimizer_state
 from lora import adapter_settings, adapters
 from model import Llama
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.processes import on_every_rank, on_rank_zero
 from plumbing.shards import to_local
+
+
+def on_every_rank(work: Callable, group: dist.ProcessGroup) -> list:
+    """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
+    results = [None] * dist.get_world_size()
+    try:
+        mine = work()
+    except Exception as error:
+        mine = error
+    dist.all_gather_object(results, mine, group)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def on_rank_zero(work: Callable, group: dist.ProcessGroup) -> None:
+    """Let rank 0 do its work(); raise on all ranks what it raises."""
+    on_every_rank(lambda: work() if dist.get_rank() == 0 else None, group)
 
 
 def checkpoint_bytes(

@@ -1,7 +1,5 @@
 """The part of a tensor that this rank holds, and memory for it."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,8 +41,10 @@ def shard_of(full: Tensor, parameter: Tensor, place: dict[str, int] | None = Non
     A tensor is sharded over `tp` first, and what a rank then has over `shard`: so go through the
     mesh dimensions from the last to the first."""
     for name, dim in reversed(sharded_over(parameter).items()):
-        mesh, rank = parameter.device_mesh, place and place[name]
-        full = chunk_of(full, mesh, mesh.mesh_dim_names.index(name), dim, rank)
+        mesh = parameter.device_mesh
+        mesh_dim = mesh.mesh_dim_names.index(name)
+        rank = place[name] if place else None
+        full = chunk_of(full, mesh, mesh_dim, dim, rank)
     return full
 
 
@@ -53,8 +53,12 @@ def sharded_over(parameter: Tensor) -> dict[str, int]:
     each shards."""
     if not isinstance(parameter, DTensor):
         return {}
-    placements = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
-    return {name: placement.dim for name, placement in placements if not placement.is_replicate()}
+    dims = {}
+    names = parameter.device_mesh.mesh_dim_names
+    for name, placement in zip(names, parameter.placements, strict=True):
+        if not placement.is_replicate():
+            dims[name] = placement.dim
+    return dims
 
 
 def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
@@ -64,16 +68,22 @@ def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
 
     A bias is sharded with the output features. Where input features are sharded, each rank would
     add it to its partial sum: it is not covered, so that planned_dims refuses it."""
-    dims = getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+    if hasattr(layer, "sharded_dims"):
+        dims = layer.sharded_dims(weight_dim)
+    else:
+        dims = {"weight": weight_dim}
     has_bias = getattr(layer, "bias", None) is not None
-    return dims | ({"bias": 0} if has_bias and weight_dim == 0 else {})
+    if has_bias and weight_dim == 0:
+        dims = dims | {"bias": 0}
+    return dims
 
 
 def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:
     """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
     alike, but of LoRA's factors one is replicated."""
     for name, dim in dims_of(layer, weight_dim).items():
-        old, placement = layer.get_parameter(name), Replicate() if dim is None else Shard(dim)
+        placement = Replicate() if dim is None else Shard(dim)
+        old = layer.get_parameter(name)
         new = distribute_tensor(old, mesh, [placement])
         setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
@@ -83,8 +93,9 @@ def chunk_of(
 ) -> Tensor:
     """Return this rank's chunk, or that of another `rank` along a mesh dimension, of a tensor that
     is sharded along `dim` over it. It is empty on the last ranks if the dimension is too short."""
+    if rank is None:
+        rank = mesh.get_local_rank(mesh_dim)
     chunks = tensor.chunk(mesh.size(mesh_dim), dim)
-    rank = mesh.get_local_rank(mesh_dim) if rank is None else rank
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
@@ -92,13 +103,19 @@ def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
     """Return this rank's contribution to the squared norm of gradients: the sum over all ranks is
     the squared norm. A gradient that n ranks hold alike is weighted by 1/n: a plain tensor is held
     by all `ranks`; `copies` of a parameter are those in several stages of a pipeline."""
-    by_copies = {}
+    by_copies = {}  # how many ranks hold a gradient alike -> this rank's part of such gradients
     for parameter in parameters:
-        gradient, copies = parameter.grad, ranks
+        copies = ranks
+        gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            copies = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+            copies = 1
+            for mesh_dim, placement in enumerate(gradient.placements):
+                if placement.is_replicate():
+                    copies *= gradient.device_mesh.size(mesh_dim)
         copies *= getattr(parameter, "copies", 1)
         by_copies.setdefault(copies, []).append(to_local(gradient))
-    norms = ((n, torch.nn.utils.get_total_norm(group)) for n, group in by_copies.items())
-    return sum(norm.to(widest_float(norm.device)) ** 2 / n for n, norm in norms)
+    squares = 0
+    for copies, gradients in by_copies.items():
+        norm = torch.nn.utils.get_total_norm(gradients)
+        squares += norm.to(widest_float(norm.device)) ** 2 / copies
+    return squares

@@ -28,8 +28,9 @@ from plumbing.flags import values_of
 from plumbing.json_files import parse_json
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import write_atomically
-from plumbing.processes import newest_checkpoint, note_step
+from plumbing.processes import newest_checkpoint
 from plumbing.retired import check_run
+from plumbing.stuck import note_step
 from runs.flags import Run
 from text.order import Steps
 from text.tokenizer import Tokenizer

@@ -24,8 +24,9 @@ from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.flags import all_flags, values_of
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
-from plumbing.processes import Process, init_distributed
+from plumbing.processes import Process
 from plumbing.shards import assign_shard, sharded_over, to_local
 from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note

@@ -21,8 +21,8 @@ from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from generate import generate
 from model import Llama
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError
-from plumbing.processes import init_distributed
 from runs.records import best_loss
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer

@@ -32,8 +32,8 @@ from workers.drill import drill, kill, newest, ranks_of, running
 
 from files import directories
 from files.directories import checkpoints, lock_directory, open_weights, verify
+from plumbing.joining import check_restarts
 from plumbing.messages import UserError
-from plumbing.processes import check_restarts
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]

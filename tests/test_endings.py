@@ -40,7 +40,7 @@ from workers.drill import ranks_of
 from config import ParallelConfig
 from model import Llama
 from perf.instruments import random_batch
-from plumbing import endings, processes
+from plumbing import endings, joining, processes
 from plumbing.messages import UserError
 from runs import records
 from runs.flags import Pretraining
@@ -275,13 +275,13 @@ def test_the_line_of_an_evaluated_step_is_replaced(tmp_path):
 def test_processes_of_another_launcher_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "4")
     with pytest.raises(UserError, match=f"{name} is 4, .* would run alone: start torchrun"):
-        processes.init_distributed()
+        joining.init_distributed()
 
 
 def test_a_node_that_reads_for_long_is_waited_for(monkeypatch):
     """Ranks wait at the store: a collective would give up after a while, and here there is none."""
     store, ended = dist.HashStore(), []
-    monkeypatch.setattr(processes, "_store", lambda: store)
+    monkeypatch.setattr(processes, "shared_store", lambda: store)
     monkeypatch.setattr(processes, "_meetings", itertools.repeat(0))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -24,7 +24,7 @@ from lora import LoRA
 from model import LlamaConfig, rope_angles
 from parallel import parallelize, with_mesh
 from perf.instruments import Training, build_on_meta, make_step, random_batch
-from plumbing.processes import init_distributed
+from plumbing.joining import init_distributed
 from plumbing.shards import assign_shard, to_local
 from techniques import recompute
 from techniques.optimizers import make_optimizer

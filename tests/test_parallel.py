@@ -108,7 +108,8 @@ def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
     nodes = dict(nodes=[2, 1, 1], timeout=60)
     command = "train.py", *flags(corpus, tmp_path / "run"), "--dp=hsdp"
     assert "mesh: 4 replicate;" in succeed(*command, **nodes).out
-    own = with_fault(tmp_path / "copy", "processes", "math.gcd(*per_node)", "here")
+    fault = "math.gcd(*per_node)", "processes_on_this_node()"
+    own = with_fault(tmp_path / "copy", "joining", *fault)
     differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
     told = "error: the models or their meshes differ between rank 0 and rank "
     lines = error_lines(differ)

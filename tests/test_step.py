@@ -23,8 +23,9 @@ from perf.compare import Cost, compare_losses, default_contestants
 from perf.instruments import Training, build_on_meta, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED, Facts, verdict
+from plumbing.joining import init_distributed
 from plumbing.messages import UserError
-from plumbing.processes import Process, init_distributed
+from plumbing.processes import Process
 from techniques.optimizers import make_optimizer
 
 

@@ -11,8 +11,9 @@ from test_crashes import nothing_survives  # noqa: F401 (a fixture)
 from test_endings import gone_in_time
 from test_train import flags
 
-from plumbing.processes import COLLECTIVE_TIMEOUT, GRACE, STUCK_AFTER
-from plumbing.stuck import describe
+from plumbing.heartbeats import GRACE
+from plumbing.joining import COLLECTIVE_TIMEOUT
+from plumbing.stuck import STUCK_AFTER, describe
 
 
 def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
@@ -84,9 +85,10 @@ def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes,
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
     fault = f"    if world.rank == 1 and step == 4:\n        import os, time\n        {does}\n"
     worker, copy = with_fault(tmp_path / "copy", "train", place, fault + place)
-    path = copy / "plumbing/processes.py"
-    short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
-    for name, value in short.items():
+    seconds = "timedelta(seconds=16)"
+    short = dict(heartbeats=("GRACE", 3), joining=("COLLECTIVE_TIMEOUT", seconds))
+    for file, (name, value) in (short | dict(stuck=("STUCK_AFTER", 4))).items():
+        path = copy / f"plumbing/{file}.py"
         text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
         assert path.write_text(text) and n == 1
     arguments = flags(corpus, tmp_path / "run", steps=9, batch=12, save_every=2, **more)

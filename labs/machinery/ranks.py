@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from model import LlamaConfig
+from plumbing.joining import register_gloo
 from plumbing.messages import UserError
-from plumbing.processes import register_gloo
 
 LOOK = 0.05  # seconds between two looks at the ranks
 PATIENCE = 100  # looks, after which ranks that only wait are ended

@@ -14,7 +14,8 @@ import checkpoint
 from config import ParallelConfig
 from parallel import parallelize, with_mesh
 from perf.instruments import Training
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 

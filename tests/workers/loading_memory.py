@@ -18,7 +18,8 @@ from config import ParallelConfig
 from files.loading import load_weights
 from model import Llama
 from parallel import parallelize, with_mesh
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 
 
 def anonymous_bytes() -> int:

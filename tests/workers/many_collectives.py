@@ -8,7 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 
 
 def main():

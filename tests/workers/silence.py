@@ -11,7 +11,8 @@ from model import LlamaConfig
 from parallel import World, with_mesh
 from perf.instruments import build_on_meta, make_step, silenced
 from perf.step import dims_of, stamped_step
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 from plumbing.shards import to_local
 from text.batch import Batch
 

@@ -34,7 +34,8 @@ from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
-from plumbing.processes import init_distributed, run
+from plumbing.joining import init_distributed
+from plumbing.processes import run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewarding, Rewards
