@@ -345,7 +345,7 @@ def main() -> None:
     args = parse_args()
     process = init_distributed()
     process.check_same_flags(vars(args))
-    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process, args.chat_template)
     args.adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     longest = metadata["model"].max_seq_len
     flags = metadata.get("flags", {})  # the run's, to evaluate as it did

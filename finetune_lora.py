@@ -99,7 +99,7 @@ def prepare(args: argparse.Namespace, process: Process, script: Script) -> tuple
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
-    base, tokenizer = find_model(args.init, args.tokenizer, process)
+    base, tokenizer = find_model(args.init, args.tokenizer, process, args.chat_template)
     args.init = base["directory"]  # records name the checkpoint, also where --init is a run
     techniques = () if args.all_weights else (lora.TECHNIQUE,)
     if args.base_bits == 4:

@@ -90,6 +90,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--init", type=Path, metavar="DIR", required=True,
         help="the base model: a checkpoint, a run, or Meta's or Hugging Face's files")
     add("--tokenizer", help="name or tokenizer.model file (default: the base model's)")
+    add("--chat-template", metavar="NAME|FILE", help="one of the base's templates, or a file")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", default=["python"],
