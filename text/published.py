@@ -38,10 +38,8 @@ class PublishedTokenizer(Tokenizer):
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
             raise UserError(f"{path} is no tokenizer: {error}")
-        # What the package has understood, which has checked it, rather than the file once more.
         model = self.inner.model
-        first = self.inner.pre_tokenizer
-        words = first.__getstate__().decode() if first else "null"
+        words = json.dumps(self.step("pre_tokenizer"))
         is_byte_level = '"ByteLevel"' in words
         is_bpe = isinstance(model, tokenizers.models.BPE)
         falls_back = is_bpe and model.byte_fallback and '"Metaspace"' not in words
@@ -56,7 +54,7 @@ class PublishedTokenizer(Tokenizer):
                 f"{path} has dropout {model.dropout:g}, so that a text has other ids each time: "
                 f"set it to null"
             )
-        self.word_pattern = _pattern_of(json.loads(words)) if is_byte_level else None
+        self.word_pattern = None
         self.inner.no_truncation()
         self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
@@ -73,7 +71,7 @@ class PublishedTokenizer(Tokenizer):
         self.vocab_size = max(self.pieces, default=0) + 1
         if self.vocab_size > 1 << 24:  # not every id needs a token, but its bytes are counted
             raise UserError(f"{path} has a token of the id {self.vocab_size - 1:,}: is it damaged?")
-        self.beginning = self._ids_before_a_text()
+        self.beginning, self.ending = self._ids_around_a_text()
         self.named_bos = self.beginning[0] if self.beginning else None
         self.stop = [self.special[token] for token in ENDS if token in self.special]
         self.read_files(path, template)
@@ -117,14 +115,31 @@ class PublishedTokenizer(Tokenizer):
                 raise
             raise UserError(f"{self.name} cannot encode a text: {error}")
 
-    def _ids_before_a_text(self) -> list[int]:
-        """Return the ids that the file puts before a text. It may put others after it."""
+    def _ids_around_a_text(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the file puts before a text, and those after it."""
         whole = self._ids_of("a", add_special_tokens=True)
         text = self._ids_of("a", add_special_tokens=False)
         for i in range(len(whole)):
-            if whole[i : i + len(text)] == text:
-                return whole[:i]
-        return []
+            end = i + len(text)
+            if whole[i:end] == text:
+                return whole[:i], whole[end:]
+        return [], []
+
+    def step(self, name: str) -> dict | None:
+        """Return a step: "normalizer", "pre_tokenizer", "decoder" or "post_processor". It is what
+        the package has understood, which has checked it, rather than the file once more."""
+        step = getattr(self.inner, name)
+        return step and json.loads(step.__getstate__())
+
+    def merges_all_tokens(self) -> bool:
+        """Return whether merges make each token of its bytes, as they must without the model's
+        `ignore_merges`."""
+        from tokenizers.models import BPE
+
+        vocab, merges = self.in_printable_characters()
+        model = BPE(vocab, merges)
+        known = self.special | self.added
+        return all(len(model.tokenize(token)) == 1 for token in vocab if token not in known)
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self._ids_of(text, add_special_tokens=False)
@@ -148,13 +163,6 @@ class PublishedTokenizer(Tokenizer):
         for pair in content["model"]["merges"]:
             merges.append(tuple(pair.split(" ") if isinstance(pair, str) else pair))
         return self.inner.get_vocab(with_added_tokens=False), merges
-
-
-def _pattern_of(pre_tokenizer: dict) -> str | None:
-    """Return the regular expression that divides texts into words, if nothing else does."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    regexes = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    return regexes[0] if len(regexes) == 1 and len(steps) == 2 else None
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
