@@ -271,7 +271,9 @@ def main() -> None:
     asked.check()
     process = init_distributed()
     process.check_same_flags(values_of(asked))
-    metadata, tokenizer = find_model(asked.checkpoint, asked.tokenizer, process)
+    metadata, tokenizer = find_model(
+        asked.checkpoint, asked.tokenizer, process, asked.chat_template
+    )
     longest = metadata["model"].max_seq_len
     flags = metadata.get("flags", {})  # the run's, to evaluate as it did
     seq_len = asked.seq_len or flags.get("seq_len", min(2048, longest))

@@ -125,7 +125,7 @@ def prepare(
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
-    base, tokenizer = find_model(run.init, run.tokenizer, process)
+    base, tokenizer = find_model(run.init, run.tokenizer, process, run.chat_template)
     techniques = (lora.TECHNIQUE,) if run.adapters else ()
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)

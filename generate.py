@@ -57,6 +57,8 @@ class ModelToLoad:
     base_bits: int = flag(16, "4: blocks in 4 bits, with a quarter of the memory, and slower",
                           type=int, choices=[16, 4])
     tokenizer: str | None = flag(None, "tokenizer name or file (default: the checkpoint's)")
+    chat_template: str | None = flag(None, "one of the model's templates, or a file",
+                                     metavar="NAME|FILE")
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,16 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
         )
 
 
-def find_model(directory: Path, tokenizer: str | None, process: Process) -> tuple[dict, Tokenizer]:
+def find_model(
+    directory: Path, tokenizer: str | None, process: Process, template: str | None = None
+) -> tuple[dict, Tokenizer]:
     """Return what read_config says of the model that is found in a directory, and the
-    `tokenizer`, by default the model's own."""
+    `tokenizer`, by default the model's own, with a chat template: see load_tokenizer."""
     directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
     metadata = read_config(directory)
     if not (name := tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    loaded = process.local_rank_zero_first(partial(load_tokenizer, name))
+    loaded = process.local_rank_zero_first(partial(load_tokenizer, name, template))
     check_tokenizer(metadata, loaded)
     return metadata, loaded
 
@@ -290,7 +294,7 @@ def main() -> None:
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
-    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process, args.chat_template)
     adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
     texts = args.prompt or [""]  # for a conversation, only to check the length
     system = [{"role": "system", "content": args.system}] if args.system else []

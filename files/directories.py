@@ -45,7 +45,7 @@ from plumbing.json_files import JsonFile
 from plumbing.messages import Progress, UserError, print_rank_zero
 from plumbing.new_files import hidden_until_complete, remove
 from plumbing.processes import meet
-from text.templates import SETTINGS
+from text.settings import SETTINGS
 from text.tokenizer import Tokenizer, find_tokenizer
 
 CHECKSUMS = "SHA256SUMS"

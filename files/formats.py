@@ -371,7 +371,7 @@ def save_hf(
         **published.SUPPORTED.get(kind, {}),
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
-        "bos_token_id": tokenizer.bos if tokenizer else None,
+        "bos_token_id": tokenizer.named_bos if tokenizer else None,
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

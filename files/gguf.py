@@ -26,7 +26,7 @@ from files.published import model_type
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.messages import UserError
-from text.vocabulary import BYTES_PATTERN, WORD_PATTERN, Tokenizer
+from text.vocabulary import BYTE_OF_CHARACTER, BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
 VERSION, ALIGNMENT = 3, 32  # that of files that name no other
 NAMES = {
@@ -45,6 +45,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 # pattern does not matter.
 PATTERNS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
 PATTERNS[WORD_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")] = "qwen2"
+IGNORES_MERGES = {"llama-bpe": True, "qwen2": False}  # of a word that is a token
 
 
 def save_gguf(
@@ -126,11 +127,9 @@ def slowdown(config: LlamaConfig) -> Tensor:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model with `size` tokens."""
-    if tokenizer.word_pattern not in PATTERNS:
-        raise UserError(
-            f"tokenizer {tokenizer.name} divides text in another way than Llama 3's and Qwen2's: "
-            f"llama.cpp's own converter may make a GGUF file of what --format hf writes"
-        )
+    if tokenizer.vocab_size > size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {size:,}")
+    pre = pre_tokenizer_name(tokenizer)
     vocab, merges = tokenizer.in_printable_characters()
     tokens = [f"[unused {i}]" for i in range(size)]
     kinds = np.full(size, UNUSED, "<i4")
@@ -141,19 +140,69 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
             kinds[i] = kind
     described = {
         "model": "gpt2",
-        "pre": PATTERNS[tokenizer.word_pattern],
+        "pre": pre,
         "tokens": tokens,
         "token_type": kinds,
         "merges": [" ".join(pair) for pair in merges],
-        "bos_token_id": tokenizer.bos,
-        "eos_token_id": tokenizer.eos,
+        "bos_token_id": tokenizer.bos if tokenizer.named_bos is None else tokenizer.named_bos,
         "add_bos_token": bool(tokenizer.beginning),
     }
     # llama.cpp stops at three tokens that a file names, and at others whose names it knows.
-    ends = [token for token in tokenizer.stop if token != tokenizer.eos]
-    for name, token in zip(("eot", "eom"), ends):
+    ends = ("eos", "eot", "eom")
+    if len(tokenizer.stop) > len(ends):
+        raise UserError(f"generation ends at {len(tokenizer.stop)} tokens: a GGUF file names three")
+    for name, token in zip(ends, tokenizer.stop):
         described[f"{name}_token_id"] = token
     return {f"tokenizer.ggml.{key}": value for key, value in described.items()}
+
+
+def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
+    """Return llama.cpp's name of how a tokenizer works. Raise UserError, which names a step of its
+    tokenizer.json, if llama.cpp does something else under that name."""
+
+    def refuse(step: str, found: object):
+        raise UserError(
+            f"tokenizer {tokenizer.name} has a {step} that llama.cpp lacks: {found!s:.150}; export "
+            f"with --format hf: llama.cpp's converter may know it"
+        )
+
+    if tokenizer.word_pattern is not None:  # it is one of ours, Meta's, or tiktoken's
+        if tokenizer.word_pattern not in PATTERNS:
+            refuse("pre_tokenizer", tokenizer.word_pattern)
+        return PATTERNS[tokenizer.word_pattern]
+    first = tokenizer.step("pre_tokenizer") or {}
+    parts = first.get("pretokenizers", [first])
+    pattern = parts[0].get("pattern", {}).get("Regex")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    known = [split | {"invert": False}, byte_level | {"trim_offsets": True}]
+    if parts[1:]:
+        parts[1]["trim_offsets"] = True  # which changes no token
+    if pattern not in PATTERNS or parts != known:
+        refuse("pre_tokenizer", first)
+    pre = PATTERNS[pattern]
+    normalizer = tokenizer.step("normalizer")
+    is_nfc = pre == "qwen2" and normalizer == {"type": "NFC"}  # docs/home.md says so
+    if normalizer is not None and not is_nfc:
+        refuse("normalizer", normalizer)
+    decoder = tokenizer.step("decoder")
+    if decoder is not None and decoder["type"] != "ByteLevel":
+        refuse("decoder", decoder)
+    if tokenizer.ending or tokenizer.beginning not in ([], [tokenizer.named_bos]):
+        refuse("post_processor", tokenizer.step("post_processor"))
+    model = tokenizer.inner.model
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        refuse("model", "a prefix or a suffix of words")
+    if model.ignore_merges != IGNORES_MERGES[pre] and not tokenizer.merges_all_tokens():
+        refuse("model", f"ignore_merges {model.ignore_merges} beside this pre_tokenizer")
+    vocab, _ = tokenizer.in_printable_characters()
+    ordinary = vocab.keys() - tokenizer.special.keys() - tokenizer.added.keys()
+    if set("".join(ordinary)) != BYTE_OF_CHARACTER.keys():
+        refuse("vocabulary", "other characters than those of GPT-2's alphabet")
+    for token in tokenizer.inner.get_added_tokens_decoder().values():
+        if token.lstrip or token.rstrip or token.single_word:
+            refuse("token", f"{token.content!r}, which is not found in all places")
+    return pre
 
 
 def encoded(tensor: Tensor, dtype: DType) -> bytes:

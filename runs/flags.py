@@ -158,6 +158,8 @@ class Finetuning(Run):
                                  "library)", DATA, str, nargs="+")
     tokenizer: str | None = flag(None, "name or tokenizer.model file (default: the base model's)",
                                  DATA, keeps=True)
+    chat_template: str | None = flag(None, "one of the base's templates, or a file", DATA,
+                                     metavar="NAME|FILE")
     seq_len: int = flag(512, "tokens per row; longer samples are cut", DATA)
     train_on_prompt: bool = flag(False, "count the loss of prompts, too", DATA)
 

@@ -102,7 +102,7 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     logits_agree(model, reference)
 
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
-    ids = SimpleNamespace(bos=7, stop=[8, 9], save_published=lambda _: None)
+    ids = SimpleNamespace(named_bos=7, stop=[8, 9], save_published=lambda _: None)
     saved_hf(ours, model, ids)
     for directory in (theirs, ours):
         files = list(directory.glob("*.safetensors"))
@@ -276,7 +276,7 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     assert fields["tokenizer.chat_template"].contents() == "mine"
     # An answer ends where a chat ends, and there is a template, although a base has none.
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "of run3")
-    assert (config.temperature, set(config.eos_token_id)) == (0.6, {1, *tokenizer.stop})
+    assert (config.temperature, set(config.eos_token_id)) == (0.6, {1, tokenizer.eos})
     assert template_of("run") == tokenizer.template == CHAT_TEMPLATE
     assert not (tmp_path / "of run" / "generation_config.json").exists()
 

@@ -10,13 +10,16 @@ from subprocess import PIPE
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from conftest import ROOT
 from test_formats import TALK, our_model, saved
 from test_published import (
+    QWEN_WORDS,
     ends_by_a_word,
     hard_strings,
     llama_3_kind,
+    qwen3,
     trained_anew,
     tuned_to_chatml,
     with_a_word,
@@ -24,12 +27,13 @@ from test_published import (
 from test_published import write as write_kind
 
 from checkpoint import export_weights
-from files.gguf import Q8_0, encoded
+from files.gguf import Q8_0, encoded, vocabulary
 from model import LlamaConfig
+from plumbing.messages import UserError
 from text.bpe import train_tokenizer
 from text.targets import encode_prompt
 from text.tokenizer import load_tokenizer
-from text.vocabulary import Tokenizer
+from text.vocabulary import WORD_PATTERN, Tokenizer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
@@ -115,7 +119,23 @@ def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
     assert (model(torch.tensor([ids]))[0, -1].log_softmax(-1) - expected[0]).abs().max() > 1e-2
 
 
-OTHERS = tuned_to_chatml, with_a_word, trained_anew, ends_by_a_word
+def without_nfc(inner, config):  # Qwen's division into words, and no decoder
+    new = qwen3()
+    new.normalizer = None
+    content = json.loads(new.to_str()) | {"decoder": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(content)), dict(eos_token="<|im_end|>")
+
+
+def of_letters(inner, config):  # nothing is merged, so that llama.cpp need not ignore merges
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    new = tokenizers.Tokenizer(model)
+    new.pre_tokenizer = inner.pre_tokenizer
+    new.add_special_tokens(["<|end|>"])
+    return new, dict(eos_token="<|end|>")
+
+
+OTHERS = tuned_to_chatml, with_a_word, trained_anew, ends_by_a_word, without_nfc, of_letters
 
 
 @pytest.mark.parametrize("change", ["none", "qwen3", *OTHERS])
@@ -143,6 +163,86 @@ def test_llama_cpp_tokenizes_and_chats_alike(change, tokenizer, tmp_path):
         body = dict(prompt=ours.encode("Hi", bos=True), n_predict=5, temperature=0, **bias)
         said = llama_cpp.ask("/completion", **body)
         assert said["stop_type"] == "eos" and said["tokens_predicted"] <= 2, token
+
+
+STEPS = tokenizers.normalizers, tokenizers.pre_tokenizers, tokenizers.decoders
+NORMALIZERS, PRE_TOKENIZERS, DECODERS = STEPS
+WORDS, QWEN = tokenizers.Regex(WORD_PATTERN), tokenizers.Regex(QWEN_WORDS)
+
+
+def divided(words=WORDS, behavior="isolated", invert=False, **flags):
+    split = PRE_TOKENIZERS.Split(words, behavior, invert)
+    byte_level = PRE_TOKENIZERS.ByteLevel(**dict(add_prefix_space=False, use_regex=False) | flags)
+    return PRE_TOKENIZERS.Sequence([split, byte_level])
+
+
+def after(*names: str):
+    bos = "<|begin_of_text|>"
+    special = [(bos, 1), ("<|eot_id|>", 2)]
+    return tokenizers.processors.TemplateProcessing(" ".join(names), special_tokens=special)
+
+
+def flagged(inner) -> None:
+    inner.add_tokens([tokenizers.AddedToken("<think>", lstrip=True)])
+
+
+CHANGED = [  # step, the tokenizer's attribute, its value or a function of the tokenizer
+    ("normalizer", "normalizer", NORMALIZERS.Lowercase()),
+    ("normalizer", "normalizer", NORMALIZERS.NFC()),  # which only Qwen's may have
+    ("normalizer", "normalizer", NORMALIZERS.Replace("a", "b")),
+    ("normalizer", "normalizer", NORMALIZERS.Sequence([NORMALIZERS.Strip()])),
+    ("pre_tokenizer", "pre_tokenizer", divided(behavior="merged_with_next")),
+    ("pre_tokenizer", "pre_tokenizer", divided(behavior="removed", invert=True)),
+    ("pre_tokenizer", "pre_tokenizer", divided(use_regex=True)),
+    ("pre_tokenizer", "pre_tokenizer", divided(add_prefix_space=True)),
+    ("pre_tokenizer", "pre_tokenizer", divided(tokenizers.Regex(r"\s+"))),
+    ("pre_tokenizer", "pre_tokenizer", PRE_TOKENIZERS.ByteLevel()),
+    ("pre_tokenizer", "pre_tokenizer",
+     PRE_TOKENIZERS.Sequence([PRE_TOKENIZERS.Digits(), *divided()])),
+    ("decoder", "decoder", DECODERS.Sequence([DECODERS.ByteLevel(), DECODERS.Strip(" ", 1, 0)])),
+    ("post_processor", "post_processor", after("<|begin_of_text|>", "$A", "<|eot_id|>")),
+    ("post_processor", "post_processor", after("<|begin_of_text|>", "<|begin_of_text|>", "$A")),
+    ("token", None, flagged),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step, attribute, value", CHANGED, ids=lambda value: str(value)[:60])
+def test_a_step_that_llama_cpp_lacks_is_refused(step, attribute, value, tmp_path):
+    def change(inner, config):
+        inner.add_special_tokens(["<|done|>"])  # so that it is no tokenizer of ours
+        if attribute:
+            setattr(inner, attribute, value)
+        else:
+            value(inner)
+        return inner, config
+
+    ours, _ = llama_3_kind(tmp_path, change)
+    with pytest.raises(UserError, match=rf"has a {step} that llama\.cpp lacks"):
+        vocabulary(ours, ours.vocab_size)
+
+
+def test_merges_that_llama_cpp_would_make_are_refused(tmp_path):
+    """A word that is a token is merged in llama.cpp's qwen2, and not in its llama-bpe."""
+    for ignores in (False, True):
+
+        def change(inner, config, ignores=ignores):
+            content = json.loads(inner.to_str())
+            content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = (
+                QWEN_WORDS if ignores else WORD_PATTERN
+            )
+            content["model"]["ignore_merges"] = ignores
+            content["model"]["merges"].remove(["r", "e"])
+            return tokenizers.Tokenizer.from_str(json.dumps(content)), config
+
+        (tmp_path / str(ignores)).mkdir()
+        ours, _ = llama_3_kind(tmp_path / str(ignores), change)
+        with pytest.raises(UserError, match=f"ignore_merges {ignores} beside this pre_tokenizer"):
+            vocabulary(ours, ours.vocab_size)
+
+
+def test_more_tokens_than_the_model_has_are_refused(tokenizer):
+    with pytest.raises(UserError, match="the tokenizer has 695 tokens, the model 694"):
+        vocabulary(tokenizer, 694)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, Q8_0], ids=str)

@@ -15,10 +15,11 @@ import numpy as np
 
 from plumbing.json_files import parse_json
 from plumbing.messages import UserError
-from text.templates import token_names
+from text.settings import listed_tokens, special_names
 from text.vocabulary import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
-STOPS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
+# Names of tokens that end a text, for a tokenizer.json of which no other file says what does.
+ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
 
 
 class PublishedTokenizer(Tokenizer):
@@ -26,8 +27,9 @@ class PublishedTokenizer(Tokenizer):
 
     The space that SentencePiece's kind puts before a text counts as a byte of it."""
 
-    def __init__(self, name: str, path: Path):
-        self.name, self.names = name, {}
+    def __init__(self, name: str, path: Path, template: str | None = None):
+        self.name = name
+        self.names = {}
         try:
             import tokenizers
         except ImportError:
@@ -36,10 +38,8 @@ class PublishedTokenizer(Tokenizer):
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises nothing more special
             raise UserError(f"{path} is no tokenizer: {error}")
-        # What the package has understood, which has checked it, rather than the file once more.
         model = self.inner.model
-        first = self.inner.pre_tokenizer
-        words = first.__getstate__().decode() if first else "null"
+        words = json.dumps(self.step("pre_tokenizer"))
         is_byte_level = '"ByteLevel"' in words
         is_bpe = isinstance(model, tokenizers.models.BPE)
         falls_back = is_bpe and model.byte_fallback and '"Metaspace"' not in words
@@ -49,10 +49,16 @@ class PublishedTokenizer(Tokenizer):
                 f"byte-level BPE works here, and BPE that falls back to bytes, with its spaces in "
                 f"a normalizer"
             )
-        self.word_pattern = _pattern_of(json.loads(words)) if is_byte_level else None
+        if model.dropout:
+            raise UserError(
+                f"{path} has dropout {model.dropout:g}, so that a text has other ids each time: "
+                f"set it to null"
+            )
+        self.word_pattern = None
         self.inner.no_truncation()
         self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
+        self._add_tokens_beside(path)
         added = self.inner.get_added_tokens_decoder()
         vocab = self.inner.get_vocab(with_added_tokens=False)
         self.pieces = {i: _bytes_of(token, is_byte_level) for token, i in vocab.items()}
@@ -65,20 +71,41 @@ class PublishedTokenizer(Tokenizer):
         self.vocab_size = max(self.pieces, default=0) + 1
         if self.vocab_size > 1 << 24:  # not every id needs a token, but its bytes are counted
             raise UserError(f"{path} has a token of the id {self.vocab_size - 1:,}: is it damaged?")
-        self.beginning = self._ids_before_a_text()
-        # The token that ends a text need not be special in the file.
-        end = token_names(path.parent).get("eos_token")
-        if end in self.added:
-            self.special[end] = self.added.pop(end)
-        if end in self.special:
-            self.inner.add_special_tokens([end])
-        self.stop = [self.special[n] for n in (end, *STOPS) if n in self.special]
+        self.beginning, self.ending = self._ids_around_a_text()
+        self.named_bos = self.beginning[0] if self.beginning else None
+        self.stop = [self.special[token] for token in ENDS if token in self.special]
+        self.read_files(path, template)
         if not self.stop:
             raise UserError(f"{path} has no token that ends a text: tokenizer_config.json names it")
         # As with GPT-2, <|endoftext|> both ends a document and begins the next.
-        self.eos = self.special.get("<|endoftext|>", self.stop[0])
+        end_of_text = self.special.get("<|endoftext|>")
+        self.eos = end_of_text if end_of_text in self.stop else self.stop[0]
         self.bos = self.beginning[0] if self.beginning else self.eos
-        self.read_files(path)
+        self.complete_form()
+
+    def _add_tokens_beside(self, path: Path) -> None:
+        """Add the tokens that only the files beside a tokenizer.json have, as transformers does."""
+        from tokenizers import AddedToken
+
+        before = self.inner.get_vocab_size()
+        listed = listed_tokens(path.parent)
+        self.inner.add_tokens([AddedToken(**flags) for _, flags in listed])
+        for i, flags in listed:
+            found = self.inner.token_to_id(flags["content"])
+            if found != i:
+                raise UserError(
+                    f"{path} has no {flags['content']!r:.60} of the id {i}, which the files beside "
+                    f"it list: save the tokenizer once more with transformers"
+                )
+        for name in special_names(path.parent):
+            if self.inner.token_to_id(name) is None:
+                raise UserError(
+                    f"{path} has no {name!r:.60}, which the files beside it name: save the "
+                    f"tokenizer once more with transformers"
+                )
+        # A token that begins or ends a text need not be special in the file.
+        self.inner.add_special_tokens(special_names(path.parent))
+        self.n_added = self.inner.get_vocab_size() - before
 
     def _ids_of(self, text: str, **options) -> list[int]:
         try:
@@ -88,14 +115,31 @@ class PublishedTokenizer(Tokenizer):
                 raise
             raise UserError(f"{self.name} cannot encode a text: {error}")
 
-    def _ids_before_a_text(self) -> list[int]:
-        """Return the ids that the file puts before a text. It may put others after it."""
+    def _ids_around_a_text(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the file puts before a text, and those after it."""
         whole = self._ids_of("a", add_special_tokens=True)
         text = self._ids_of("a", add_special_tokens=False)
         for i in range(len(whole)):
-            if whole[i : i + len(text)] == text:
-                return whole[:i]
-        return []
+            end = i + len(text)
+            if whole[i:end] == text:
+                return whole[:i], whole[end:]
+        return [], []
+
+    def step(self, name: str) -> dict | None:
+        """Return a step: "normalizer", "pre_tokenizer", "decoder" or "post_processor". It is what
+        the package has understood, which has checked it, rather than the file once more."""
+        step = getattr(self.inner, name)
+        return step and json.loads(step.__getstate__())
+
+    def merges_all_tokens(self) -> bool:
+        """Return whether merges make each token of its bytes, as they must without the model's
+        `ignore_merges`."""
+        from tokenizers.models import BPE
+
+        vocab, merges = self.in_printable_characters()
+        model = BPE(vocab, merges)
+        known = self.special | self.added
+        return all(len(model.tokenize(token)) == 1 for token in vocab if token not in known)
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         ids = self._ids_of(text, add_special_tokens=False)
@@ -108,7 +152,10 @@ class PublishedTokenizer(Tokenizer):
 
     @cached_property
     def hash(self) -> str:
-        return hashlib.sha256(self.files["tokenizer.json"]).hexdigest()[:16]
+        content = self.files["tokenizer.json"]
+        if self.n_added:  # from the files beside it
+            content += repr(sorted((self.special | self.added).items())).encode()
+        return hashlib.sha256(content).hexdigest()[:16]
 
     def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
         content = parse_json(self.files["tokenizer.json"], self.name)
@@ -116,13 +163,6 @@ class PublishedTokenizer(Tokenizer):
         for pair in content["model"]["merges"]:
             merges.append(tuple(pair.split(" ") if isinstance(pair, str) else pair))
         return self.inner.get_vocab(with_added_tokens=False), merges
-
-
-def _pattern_of(pre_tokenizer: dict) -> str | None:
-    """Return the regular expression that divides texts into words, if nothing else does."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    regexes = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    return regexes[0] if len(regexes) == 1 and len(steps) == 2 else None
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:

@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from plumbing.json_files import JsonFile, check_string
+from plumbing.json_files import check_string
 from plumbing.messages import UserError
 
 # Messages: {"role": "user", "content": "Hi"}, and what else the template reads.
@@ -50,46 +50,17 @@ HEADINGS = (
 # What a template may take, and the most characters that it may write.
 SECONDS, MEMORY_BYTES, LENGTH = 10, 1 << 30, 1 << 24
 TODAY = date(2024, 7, 26)  # Llama 3's default, so that a run does not depend on its day
-# Files beside a tokenizer that say how it is used.
-SETTINGS = "tokenizer_config.json generation_config.json chat_template.jinja".split()
 
 
-def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict:
-    """Return the object in one of the SETTINGS; an empty one if there is no such file."""
-    return JsonFile(directory / name) if (directory / name).is_file() else {}
-
-
-def token_names(directory: Path) -> dict[str, str]:
-    """Return bos_token, eos_token, ... of a tokenizer_config.json, as text."""
-    names, settings = {}, read_settings(directory)
-    for name, token in settings.items():
-        if name.endswith("_token") and not name.startswith("add_") and token is not None:
-            text = token.get("content") if isinstance(token, dict) else token
-            names[name] = settings.checked(name, text, str)
-    return names
-
-
-def chat_template(directory: Path) -> str:
-    """Return the chat template in a directory of Hugging Face's, of several the one named
-    "default"; an empty text if there is none."""
-    if (jinja := directory / "chat_template.jinja").is_file():
-        return jinja.read_text("utf-8")
-    template = read_settings(directory).get("chat_template") or ""
-    if isinstance(template, list):
-        named = (t for t in template if isinstance(t, dict) and t.get("name") == "default")
-        template = next(named, {"template": ""}).get("template")
-    if not isinstance(template, str):
-        raise UserError(f"{directory} has a chat template that is no text: {template!r:.60}")
-    return template
-
-
-def default_template(special: dict[str, int], has_bos: bool) -> str:
-    """Return the template for a model without one, given its special tokens, and whether bos_token
-    stands before its texts."""
-    if "<|start_header_id|>" in special:
-        return CHAT_TEMPLATE
-    form = CHATML if "<|im_start|>" in special else HEADINGS
-    return "{{ bos_token }}" + form if has_bos else form
+def default_form(special: dict[str, int], has_bos: bool) -> tuple[str, str | None]:
+    """Return a template for a model without one, and the token that ends its answers, or None if
+    eos_token does. `special` are its special tokens; `has_bos`: bos_token is before its texts."""
+    if special.keys() >= {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}:
+        return CHAT_TEMPLATE, "<|eot_id|>"
+    form, end = HEADINGS, None
+    if special.keys() >= {"<|im_start|>", "<|im_end|>"}:
+        form, end = CHATML, "<|im_end|>"
+    return "{{ bos_token }}" + form if has_bos else form, end
 
 
 def render(template: str, **variables) -> str:

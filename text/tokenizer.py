@@ -10,6 +10,7 @@ import tiktoken
 
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
+from text.settings import listed_tokens, special_names
 from text.vocabulary import (
     BYTE_OF_CHARACTER,
     BYTES_PATTERN,
@@ -28,8 +29,10 @@ DEFAULT_TOKENIZER = "python-2048"
 RESERVED = {token for token in SPECIAL if "reserved" in token}
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
     """Return a tokenizer by name or path. Raise UserError where there is none.
+
+    `template` is the name of a chat template in its directory, or a file with one.
 
     bytes             every byte is a token
     python-2048       a tokenizer of 2048 tokens (or any other number), trained on the default
@@ -39,24 +42,28 @@ def load_tokenizer(name: str) -> Tokenizer:
     gpt2, ...         tiktoken's encodings, which tiktoken downloads"""
     if name == "bytes":
         vocab = {bytes([i]): i for i in range(256)}
-        return Tokenizer(name, with_special_tokens(name, vocab, BYTES_PATTERN))
+        encoding = with_special_tokens(name, vocab, BYTES_PATTERN)
+        return Tokenizer(name, encoding, template=template)
     path = find_tokenizer(Path(name)) or Path(name)
     python_size = re.fullmatch(r"python-(\d{1,6})", name)
     if python_size and not path.is_file():
         path = tokenizer_of_python(name, int(python_size[1]))
     if path.is_file() and path.suffix == ".json":
-        if own := read_own_json(name, path):
+        if own := read_own_json(name, path, template):
             return own
         from text.published import PublishedTokenizer  # here, since most runs do without it
 
-        return PublishedTokenizer(name, path)
+        return PublishedTokenizer(name, path, template)
     if path.is_file():
-        return Tokenizer(name, with_special_tokens(name, read_model_file(path), WORD_PATTERN), path)
+        encoding = with_special_tokens(name, read_model_file(path), WORD_PATTERN)
+        if others := others_beside(path, encoding._special_tokens):
+            raise OtherKind(f"{path} has no {others[0]!r}, which the files beside it name")
+        return Tokenizer(name, encoding, path, template)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
         raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
     try:
-        return Tokenizer(name, tiktoken.get_encoding(name))
+        return Tokenizer(name, tiktoken.get_encoding(name), template=template)
     except OSError as error:  # the errors of requests, which downloads, are OSErrors
         reason = type(error).__name__
         raise OtherKind(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
@@ -103,7 +110,18 @@ def read_model_file(path: Path) -> dict[bytes, int]:
     return vocab
 
 
-def read_own_json(name: str, path: Path) -> Tokenizer | None:
+def others_beside(path: Path, special: dict[str, int]) -> list[str]:
+    """Return the tokens that files beside a tokenizer name, and that it does not have."""
+    folder = path.parent.parent if path.parent.name == "original" else path.parent
+    others = [name for name in special_names(folder) if name not in special]
+    for i, flags in listed_tokens(folder):
+        token = flags["content"]
+        if special.get(token) != i and token not in RESERVED:
+            others.append(token)
+    return others
+
+
+def read_own_json(name: str, path: Path, template: str | None) -> Tokenizer | None:
     """Return the tokenizer in a tokenizer.json if it says just what is written here: if it is
     Meta's, or one that was trained here. Only then can tiktoken read it; else return None."""
     theirs = dict(JsonFile(path))
@@ -113,7 +131,10 @@ def read_own_json(name: str, path: Path) -> Tokenizer | None:
             vocab[bytes(BYTE_OF_CHARACTER[character] for character in token)] = i
         if not has_all_ids(vocab):
             return None
-        tokenizer = Tokenizer(name, with_special_tokens(name, vocab, WORD_PATTERN), path)
+        encoding = with_special_tokens(name, vocab, WORD_PATTERN)
+        if others_beside(path, encoding._special_tokens):
+            return None
+        tokenizer = Tokenizer(name, encoding, path, template)
         ours = tokenizer_json(tokenizer)
         model = theirs["model"]
         model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]

@@ -17,7 +17,8 @@ import numpy as np
 import tiktoken
 
 from plumbing.messages import UserError
-from text.templates import SETTINGS, chat_template, default_template, read_settings, token_names
+from text.settings import SETTINGS, chat_template, named_ids, read_settings, token_names
+from text.templates import default_form
 
 # Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
 WORD_PATTERN = (
@@ -54,9 +55,16 @@ class Tokenizer:
     beginning: ids that stand before a text
     template: chat template in Jinja
     names: bos_token, eos_token, ... as text, which a template may write
+    named_bos: id that other programs are told of as the first of a text, if there is one
     stop: ids of the tokens that end generation"""
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
+    def __init__(
+        self,
+        name: str,
+        encoding: tiktoken.Encoding,
+        file: Path | None = None,
+        template: str | None = None,
+    ):
         self.name = name
         self.encoding = encoding
         self.vocab: dict[bytes, int] = encoding._mergeable_ranks
@@ -78,37 +86,63 @@ class Tokenizer:
         is_small = len(self.special) == N_SMALL_SPECIAL
         self.eos = self.special[ends[-1] if is_small else ends[0]]
         self.bos = self.special[bos]
+        self.named_bos: int | None = self.bos
         self.beginning = [self.bos]
         self.stop = [self.special[token] for token in ends]
         self.names = {"bos_token": bos, "eos_token": ends[-1]}  # a template ends answers
-        self.read_files(file)
+        self.read_files(file, template)
+        self.complete_form()
 
-    def read_files(self, file: Path | None) -> None:
-        """Keep the tokenizer's file and the SETTINGS beside it. Take from them the chat template,
-        or a default one, names of tokens, and more tokens that end generation."""
+    def read_files(self, file: Path | None, template: str | None) -> None:
+        """Keep the tokenizer's file and the SETTINGS beside it. Take from them names of tokens, ids
+        that begin and end generation, and the chat template: of this name, or the default."""
         self.files: dict[str, bytes] = {}
         self.template = ""
-        more = None
-        if file:
-            folder = file.parent.parent if file.parent.name == "original" else file.parent
-            kind = "json" if file.suffix == ".json" else "model"
-            self.files[f"tokenizer.{kind}"] = file.read_bytes()
-            for name in SETTINGS:
-                if (folder / name).is_file():
-                    self.files[name] = (folder / name).read_bytes()
-            self.names |= token_names(folder)
-            self.template = chat_template(folder)
-            more = read_settings(folder, "generation_config.json").get("eos_token_id")
-        ends = list(self.stop)
-        for i in more if isinstance(more, list) else [more]:
-            if isinstance(i, int) and i in self.pieces:
-                ends.append(i)
-        self.stop = tuple(dict.fromkeys(ends))
+        if not file:
+            if template:
+                raise UserError(f"tokenizer {self.name} has no directory for a --chat-template")
+            return
+        folder = file.parent.parent if file.parent.name == "original" else file.parent
+        kind = "json" if file.suffix == ".json" else "model"
+        self.files[f"tokenizer.{kind}"] = file.read_bytes()
+        for name in SETTINGS:
+            if (folder / name).is_file():
+                self.files[name] = (folder / name).read_bytes()
+        self.template = chat_template(folder, template)
+        if template:
+            self.files["chat_template.jinja"] = self.template.encode()
+        named = token_names(folder)
+        self.names |= named
+        begins = named_ids(folder, "bos_token_id")
+        ends = named_ids(folder, "eos_token_id")
+        # A checkpoint has another config.json: it keeps the ids where they are looked for first.
+        settings = read_settings(folder, "generation_config.json")
+        kept = dict(settings)
+        if begins and settings.get("bos_token_id") is None:
+            kept["bos_token_id"] = begins[0]
+        if ends and settings.get("eos_token_id") is None:
+            kept["eos_token_id"] = list(ends)
+        if kept != settings:
+            self.files["generation_config.json"] = json.dumps(kept).encode()
+        if "bos_token" in named:
+            begins.insert(0, self.special[named["bos_token"]])
+        if "eos_token" in named:
+            ends.insert(0, self.special[named["eos_token"]])
+        self.named_bos = begins[0] if begins else self.named_bos
+        # Ids without a token are those of a longer vocabulary.
+        self.stop = [i for i in dict.fromkeys(ends) if i in self.pieces] or self.stop
+
+    def complete_form(self) -> None:
+        """Give a tokenizer without a chat template a form, whose answers end generation."""
         if not self.template:
-            self.template = default_template(self.special, bool(self.beginning))
+            self.template, end = default_form(self.special, bool(self.beginning))
             name_of = {i: token for token, i in self.special.items()}
             self.names.setdefault("bos_token", name_of.get(self.bos, ""))
-            self.names.setdefault("eos_token", name_of[self.stop[0]])
+            self.names.setdefault("eos_token", name_of.get(self.stop[0], ""))
+            end = end or self.names["eos_token"]
+            if end in self.special:
+                self.stop.append(self.special[end])
+        self.stop = tuple(dict.fromkeys(self.stop))
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern:
