@@ -50,7 +50,6 @@ from files.adapters import (
     save_adapter,
 )
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
-from files.gguf import Q8_0, DType, save_gguf
 from files.loading import load_pretrained as load_pretrained  # for scripts of users
 from files.loading import load_weights as load_weights
 from files.loading import weights_of
@@ -318,10 +317,14 @@ def write_checkpoint(
         directories.complete(temporary, metadata, tokenizer, digests)
 
 
-def export_weights(source: Path, target: Path, format: str, dtype: DType | None) -> None:
+def export_weights(
+    source: Path, target: Path, format: str, dtype: torch.dtype | str | None
+) -> None:
     """Write a directory in the format of Hugging Face (`hf`) or llama.cpp (`gguf`). Weights keep
     their dtype if `dtype` is None. Raises UserError for a model that other programs would load as
     another one."""
+    from files.gguf import Q8_0, save_gguf  # here, since only an export needs it
+
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_is_published(config, stored)
@@ -363,6 +366,8 @@ def _tokenizer_of(metadata: dict) -> Tokenizer | None:
 
 
 def main() -> None:
+    from files.gguf import Q8_0
+
     parser = Parser(description="Import, export and merge weights.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     importer = commands.add_parser("import", help="a checkpoint of Meta's or Hugging Face's files")

@@ -43,7 +43,6 @@ from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
-from text.bpe import train_tokenizer
 from text.corpora import VAL_FRACTION, Reading, find_files, read_pieces
 from text.order import Order
 from text.packing import Packed, Rows
@@ -409,6 +408,8 @@ def main() -> None:
     if args.out.exists():
         raise UserError(f"{args.out} exists: remove it, or choose another --out")
     if args.command == "train-tokenizer":
+        from text.bpe import train_tokenizer  # here, since it is needed once
+
         train_tokenizer(args.sources, args.vocab_size, args.out, reading)
         reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT_FILE}"))
     else:

@@ -21,9 +21,9 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, refused, succeed
 from test_train import flags
 
-from data import train_tokenizer
 from model import PRESETS, LlamaConfig
 from report import CURVES, POINTS, page_of, read_run
+from text.bpe import train_tokenizer
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
