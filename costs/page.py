@@ -35,10 +35,13 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
     qk = Q + KV if c.qk_norm else 0  # inputs of the norms of q and k
+    keys = 2 * p.cp * KV  # k and v; with a mask they are repeated for each query head
+    if work.mask_width:
+        keys = (2 * p.cp + 1) * Q if p.cp > 1 else 2 * Q  # --cp: up to the end of each chunk
     # Outputs and inputs of two norms; q and attention's output; k, v; gate, up and their product.
-    everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
-    if work.mask_width:  # the mask's row; k and v, repeated for each query head
-        everything += work.mask_width + 2 * (Q - KV) / tp
+    everything = more + 2 * D + (2 * stream + 2 * Q + keys + 3 * F + qk) / tp
+    if p.cp == 1:  # each block converts the mask of documents
+        everything += work.mask_width
     several = c.ffn_uses > 1  # feed-forwards: then also their inputs and outputs are saved
     everything += 2 * D * c.ffn_uses * several / tp
     if not p.compile or several:  # silu(gate); autocast rounds x for each of 5 products, not for 2
@@ -95,7 +98,9 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
     # Activations of the blocks (of all microbatches under way in a pipeline) and of the loss.
     block_saved, recomputed = (N * w * n for n in saved(work, more["saved"]))
-    all_saved = block_saved if p.offload_activations else L * block_saved
+    mask = N * w * work.mask_width if p.cp > 1 else 0  # one for all blocks
+    two_blocks = mask + min(2, L) * block_saved
+    all_saved = mask + (block_saved if p.offload_activations else L * block_saved)
     if p.pp > 1:
         most = most_held(p.schedule, p.pp, m, p.stages_per_rank, pp_rank)
         all_saved *= most / p.stages_per_rank
@@ -105,13 +110,16 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         of_logit = 2 * w if compiled else (3 if p.tp == 1 else 4) * wide
         loss += min(N, tokens_at_a_time(work.on_gpu, compiled)) * V * of_logit
         loss += V * D * wide * part.output.weight.requires_grad
-    backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up
+    gradients = D + 2 * F  # of x, gate and up
+    if mask:  # or of whole sequences' keys and values, repeated for each query head and as they are
+        gradients = max(gradients, 2 * p.cp * (c.q_dim + c.kv_dim))
+    backward = recomputed + N * w * gradients / p.tp
 
     held_always = state["parameters"] + state["optimizer"] + state["kept"]
     peak = held_always + max(  # the largest of five moments
         sums + gathered + all_saved + loss,  # in the loss
-        sums + gathered + max(all_saved, min(2, L) * block_saved) + backward,  # in the last block
-        max(sums, state["gradients"]) + gathered + block_saved + backward,  # in block 0
+        sums + gathered + max(all_saved, two_blocks) + backward,  # in the last block
+        max(sums, state["gradients"]) + gathered + mask + block_saved + backward,  # in block 0
         max(sums, state["gradients"]) + 3 * root.trained * w,  # in the embedding
         state["gradients"] + more["update"],  # in the update
     )
