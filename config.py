@@ -106,8 +106,8 @@ class ParallelConfig:
                          "CPU memory")
     checkpointing: str = flag("none", LAYOUT, "activations that backward recomputes",
                               ["none", "products", "selective", "full"])
-    offload_activations: bool = flag(False, LAYOUT, "keep what blocks save for backward in CPU "
-                                     "memory")
+    offload_activations: bool = flag(False, LAYOUT, "with --checkpointing full: keep the inputs of "
+                                     "blocks in CPU memory until backward")
     compile: bool = flag(False, SPEED, "compile the transformer blocks (default: on a GPU with "
                          "Triton)", unset=None)
     async_tp: bool = flag(False, SPEED, "with --tp: send chunks of the tokens while others are "

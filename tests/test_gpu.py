@@ -139,7 +139,7 @@ SPLITS = {
     "selective": dict(checkpointing="selective"),
     "fsdp full": dict(dp="fsdp", checkpointing="full"),
     "offload": dict(dp="fsdp", offload=True),
-    "offloaded activations": dict(offload_activations=True),
+    "full offloaded": dict(checkpointing="full", offload_activations=True),
     "fsdp full offloaded": dict(dp="fsdp", checkpointing="full", offload_activations=True),
 }
 OTHERS = {
@@ -189,12 +189,12 @@ def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, l
 
 
 @needs_gpu
-@pytest.mark.parametrize("options", [{}, dict(dp="fsdp", checkpointing="full")])
+@pytest.mark.parametrize("options", [{}, dict(dp="fsdp"), dict(compile=True)])
 def test_offloaded_activations_change_no_bit(process, options):
     config, found = LlamaConfig(512, 10, 8, 4, 1536, vocab_size=1000), []
     batch = batch_of(2, 1024, True, config)
     for offload in (False, True):
-        offloading = dict(dtype=LOW, offload_activations=offload)
+        offloading = dict(dtype=LOW, checkpointing="full", offload_activations=offload)
         model, runner, world = built(process, config, **options, **offloading)
         of_batch = gradients(model, runner, batch, world, 2)
         found.append({name: value.cpu() for name, value in of_batch.items()})
@@ -217,7 +217,7 @@ MEMORY = {  # parallel, in bfloat16 if not said; microbatches of 4 x 1,024 token
     "fsdp full": (dict(dp="fsdp") | FULL, 1, None),
     "moments": (dict(moments="bfloat16") | FULL, 1, None),
     "offloaded": (OFFLOADING | FULL, 1, None),
-    "offloaded without recomputation": (OFFLOADING, 1, None),
+    "offloaded compiled": (OFFLOADING | FULL | dict(compile=True), 1, None),
     "adapters": ({}, 1, ADAPTERS),
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import changed_copy, error_lines, launch, refused, step_of, succeed, with_fault
+from conftest import changed_copy, error_lines, launch, refused, slow, step_of, succeed, with_fault
 from exact import GROUPED, ODD, assert_same, assert_traffic, case, train
 from test_train import flags
 from torch import nn
@@ -308,6 +308,27 @@ def test_the_command_draws(tmp_path):
 
 
 # ----------------------------------------------------------------------- offloaded activations
+
+
+@pytest.mark.parametrize("compile", [False, slow(True)])
+def test_inputs_of_blocks_are_offloaded_and_no_weights(monkeypatch, compile):
+    """Compiled, also attention's output, and the logsumexp of its scores: [B, H, T]."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    torch._dynamo.reset()
+    model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
+    recompute_and_compile(model, "full", compile)
+    offload_activations(model, SimpleNamespace(device=torch.device("cpu")))
+    offloaded, to_cpu = [], offload.SavedByBlock.to_cpu
+
+    def noted(block: offload.SavedByBlock) -> None:
+        to_cpu(block)
+        offloaded.append([tuple(saved.on_cpu.shape) for saved in block.tensors])
+
+    monkeypatch.setattr(offload.SavedByBlock, "to_cpu", noted)
+    model(tokens, targets=tokens).backward()
+    D, H, E = model.config.dim, model.config.n_heads, model.config.head_dim
+    of_attention = [(1, H, 12, E), (1, H, 12)]
+    assert offloaded == [[(1, 12, D), *of_attention * compile]] * model.config.n_layers
 
 
 def test_a_change_in_place_is_refused_as_without(monkeypatch):

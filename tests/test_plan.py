@@ -219,7 +219,7 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
         (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
         (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
         (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
-                     moments="bfloat16", offload_activations=True), "--cp 2"),
+                     moments="bfloat16", offload_activations=True), "--cp 4"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
          "--checkpointing full --moments bfloat16"),
         (80, 1, dict(microbatch=1), None),

@@ -206,10 +206,10 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (replace(CP, shard=4, tp=2), "cp", dict(per_node=4), "crosses nodes: --cp 2 or less", "larger"),
     (SELECTIVE, "recompute", dict(peaks={"none": 11, "products": 8}), "--checkpointing products "
      "fits: 8 of 10 GB", "--checkpointing none"),
-    # Selective checkpointing would be refused with it.
+    # Other checkpointing would be refused with it.
     (OFFLOADED, "recompute", dict(peaks={"selective": 6}), "recompute 30 %", "selective"),
-    (OFFLOADED, "recompute", dict(peak=6), "--checkpointing none fits: 6 of 10 GB ... without "
-     "--offload-activations nothing is copied", "selective"),
+    (OFFLOADED, "recompute", dict(peak=6), "without --offload-activations nothing is copied, and "
+     "a step fits: 6 of 10 GB", "--checkpointing"),
     # ZeRO-1's all-gather of weights is part of the optimizer's time.
     (ZERO1, "optimizer", dict(peaks={"ddp": 9}), "--dp ddp sends only gradients, and a whole copy "
      "fits: 9 of 10 GB", "--optimizer"),

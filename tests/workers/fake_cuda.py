@@ -248,7 +248,7 @@ CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of tak
     "qk norm": dict(qk_norm=True),
     "packed": dict(packed=True, qk_norm=True, checkpointing="selective"),
     "muon": dict(optimizer="muon"),
-    "offload activations": dict(offload_activations=True, packed=True),
+    "full offloaded": dict(checkpointing="full", offload_activations=True, packed=True),
     "fsdp": FSDP | dict(packed=True),
     "fsdp all": FSDP | dict(reshard="all", checkpointing="full", offload_activations=True),
     "fsdp muon": FSDP | dict(optimizer="muon"),
