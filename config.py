@@ -312,8 +312,8 @@ class Work:
     def mask_width(self) -> int:
         """Number of keys in a query's mask; 0 if there is none. A kernel that reads the documents
         needs no mask. Without that kernel, sequences of several documents need one, and with
-        --cp on a GPU all sequences do. Under --cp the keys end with the rank's chunk: on average
-        over its two chunks they are (2 cp + 1) / (4 cp) of seq_len."""
+        --cp all sequences do. Under --cp the keys end with the rank's chunk: on average over its
+        two chunks they are (2 cp + 1) / (4 cp) of seq_len."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

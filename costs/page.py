@@ -51,17 +51,19 @@ def saved(work: Work, more: float = 0.0) -> Saved:
     normed = 2 * D  # what norms take: x, twice; and with QK-norm q and k
     if c.qk_norm:
         normed += Q + KV
+    keys = 2 * p.cp * KV  # k and v; with a mask they are repeated for each query head
+    if work.mask_width:
+        keys = (2 * p.cp + 1) * Q if p.cp > 1 else 2 * Q  # --cp: up to the end of each chunk
 
     # `whole` is on each rank along tp: the outputs of two norms. Ranks divide the rest, `shared`.
     whole = more + 2 * D
     shared = 2 * stream  # inputs of two norms
-    shared += 2 * Q + 2 * p.cp * KV  # q and attention's output; k and v
+    shared += 2 * Q + keys  # q and attention's output; k and v
     shared += 3 * F  # gate, up and their product
     if c.qk_norm:
         shared += Q + KV
-    if work.mask_width:
-        whole += work.mask_width  # a row of the mask
-        shared += 2 * (Q - KV)  # k and v are repeated for each query head
+    if p.cp == 1:
+        whole += work.mask_width  # each block converts the mask of documents
     if several:
         shared += 2 * D * c.ffn_uses  # inputs and outputs of feed-forwards
     if several or not p.compile:
@@ -100,9 +102,10 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         of_ranks = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
         return max(of_ranks, key=lambda held: held["peak"])
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
+    c = work.model.config
     L = len(part.layers)
-    F = work.model.config.ffn_dim * work.model.config.ffn_uses
-    D = work.model.config.dim
+    D = c.dim
+    F = c.ffn_dim * c.ffn_uses
     N = work.tokens
     w = p.weight_bytes
     shards = max(p.shards(kind) for kind in EVERYTHING)
@@ -124,19 +127,23 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     of_block = saved(work, more["saved"])
     block_saved = N * w * of_block.kept
     recomputed = N * w * of_block.recomputed
-    all_saved = block_saved if p.offload_activations else L * block_saved
+    mask = N * w * work.mask_width if p.cp > 1 else 0  # one for all blocks
+    two_blocks = mask + min(2, L) * block_saved
+    all_saved = mask + (block_saved if p.offload_activations else L * block_saved)
     if p.pp > 1:
         most = most_held(p.schedule, p.pp, work.microbatches, p.stages_per_rank, pp_rank)
         all_saved *= most / p.stages_per_rank
-    last_blocks = max(all_saved, min(2, L) * block_saved)
     loss = _loss(part, work)
-    backward = recomputed + N * w * (D + 2 * F) / p.tp  # and gradients of x, gate and up
+    of_token = D + 2 * F  # gradients of x, gate and up
+    if mask:  # or of whole sequences' keys and values, repeated for each query head and as they are
+        of_token = max(of_token, 2 * p.cp * (c.q_dim + c.kv_dim))
+    backward = recomputed + N * w * of_token / p.tp
 
     gradients = max(sums, state["gradients"])
     phases = [  # what they hold beside the state
         sums + gathered + all_saved + loss,
-        sums + gathered + last_blocks + backward,  # in the last block
-        gradients + gathered + block_saved + backward,  # in block 0
+        sums + gathered + max(all_saved, two_blocks) + backward,  # in the last block
+        gradients + gathered + mask + block_saved + backward,  # in block 0
         gradients + 3 * root.trained * w,  # in the embedding
         state["gradients"] + more["update"],
     ]

@@ -45,7 +45,7 @@ CAUSES_OF_FLAGS = {  # field of ParallelConfig, if above 1 -> usual cause of a d
     "(vocabulary.logsumexp, .sum and .size are of all)",
     "pp": "under --pp each stage calls Llama.forward on its layers, and is given x alone: move "
     "what you added there into a block, or do it only where the embedding or the output is",
-    "cp": "under --cp another kernel computes attention: if attend changes scores, let "
+    "cp": "under --cp a GPU computes attention by another kernel: if attend changes scores, let "
     "SharedBatch.documents always make masks. Tokens mix in attend alone, which is given "
     "`documents`, and a loss sees this rank's tokens",
 }
@@ -315,8 +315,8 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
 
 
 def check_attend(config: LlamaConfig) -> None:
-    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. Under --cp
-    another function attends, and would draw none: so the random states after both differ."""
+    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. Under --cp a
+    GPU's kernel attends, and would draw none: so the random states after both differ."""
     model, batch, states = with_fixed_weights(Llama(config)).train(), small_batch(1, 8, config), []
     other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, k, v: q)
     for documents in (None, other):
@@ -325,7 +325,7 @@ def check_attend(config: LlamaConfig) -> None:
         states.append(torch.get_rng_state())
     if not torch.equal(*states):
         raise UserError(
-            "attend has dropout, and under --cp techniques/context_parallel.py attends without it: "
+            "attend has dropout, and under --cp a GPU attends by a kernel without it: "
             "leave out --cp, or drop out what Attention.forward writes"
         )
 

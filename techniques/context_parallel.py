@@ -26,7 +26,9 @@ Checkpointing repeats the all-gather in backward.
 Use when the activations of one sequence do not fit, even with checkpointing, or when there are
 more ranks than sequences. Avoid for short sequences: attention waits for each collective. Without
 checkpointing a block saves the keys and values of whole sequences for backward, n times those of
-its own tokens. Where attention needs a mask, it saves a copy of them for each query head.
+its own tokens. On a CPU, and in float32 on a GPU, attention needs a mask of (2 n + 1) / (4 n^2) T^2
+elements, and saves a copy of keys and values for each query head. So on a CPU this is for learning:
+in bfloat16 a GPU's kernel needs neither.
 
 A ring (Liu et al. 2023, arXiv:2310.01889; torch's experimental context_parallel) instead passes
 keys and values from rank to rank, and adds up the softmax part by part. It never holds a whole
@@ -136,7 +138,6 @@ class SharedBatch(Batch):
     """This rank's tokens of a batch. `starts` are those of whole sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
-    packed: bool = False  # positions were given, so rows may hold several documents
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
@@ -198,7 +199,6 @@ def share_sequences(batch: Batch, world) -> Batch:
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
         starts=document_starts(positions),
         all_positions=positions,
-        packed=batch.positions is not None,
         mesh=mesh,
         dtype=world.parallel.dtype,
     )
