@@ -236,7 +236,7 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     p = work.parallel
     if pp_rank is None:
         of_ranks = [sends(work, rank) for rank in range(p.pp)]
-        return max(of_ranks, key=lambda traffic: sum(payload for _, payload in traffic.values()))
+        return max(of_ranks, key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in used_techniques(p):
@@ -247,6 +247,10 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
             earlier_calls, payload = traffic.get((dim, collective), (0, 0))
             traffic[dim, collective] = earlier_calls + calls, payload + calls * nbytes
     return {key: (calls, payload) for key, (calls, payload) in traffic.items() if calls}
+
+
+def total_payload(traffic: Traffic) -> float:
+    return sum(payload for _, payload in traffic.values())
 
 
 def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
