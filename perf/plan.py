@@ -88,8 +88,8 @@ class Question:
 def plan_cluster(
     question: Question, top: int, tokens: float | None, json_file: Path | None, check: bool
 ) -> str:
-    """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
-    takes; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
+    """Return the output of `bench.py plan`: the best plan, what a run on `tokens` takes, and the
+    command; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
     `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
