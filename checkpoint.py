@@ -144,7 +144,8 @@ class Saver(contextlib.AbstractContextManager):
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
         small_logits()
-        self.size = checkpoint_bytes(model, optimizer, self.group)
+        weights = adapters(model) if self.lora else weights_of(model)
+        self.size = checkpoint_bytes(weights, optimizer, self.group)
         check_disk(out, self.size, self.group)
         if flags.get("keep_best"):
             check_links(out, self.group)

@@ -129,6 +129,9 @@ def assumed_machine(
 def link_speed(text: str) -> float:
     """Return bytes/s of a link given by its speed, such as 400gbit or 50GB, or raise UserError."""
     units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9, "Mb": 1e6 / 8, "Gb": 1e9 / 8}
-    if not (match := re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)):
+    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)
+    if not match:
         raise UserError(f"no link '{text}': give its speed per GPU, such as 400gbit or 50GB")
-    return float(match[1]) * units.get(match[2], units[match[2].lower()])
+    number = float(match[1])
+    unit = match[2]  # with a small b, Mb and Gb are bits
+    return number * units.get(unit, units[unit.lower()])

@@ -51,21 +51,19 @@ def saved(work: Work, more: float = 0.0) -> Saved:
     normed = 2 * D  # what norms take: x, twice; and with QK-norm q and k
     if c.qk_norm:
         normed += Q + KV
+    keys = 2 * p.cp * KV  # k and v; with a mask they are repeated for each query head
+    if work.mask_width:
+        keys = (2 * p.cp + 1) * Q if p.cp > 1 else 2 * Q  # --cp: up to the end of each chunk
 
     # `whole` is on each rank along tp: the outputs of two norms. Ranks divide the rest, `shared`.
     whole = more + 2 * D
     shared = 2 * stream  # inputs of two norms
-    shared += 2 * Q  # q and attention's output
-    if not work.mask_width:
-        shared += 2 * p.cp * KV  # k and v
-    elif p.cp == 1:
-        whole += work.mask_width  # a row of the mask, which each block converts
-        shared += 2 * Q  # k and v, repeated for each query head
-    else:
-        shared += (2 * p.cp + 1) * Q  # so are these, up to the end of each chunk
+    shared += 2 * Q + keys  # q and attention's output; k and v
     shared += 3 * F  # gate, up and their product
     if c.qk_norm:
         shared += Q + KV
+    if p.cp == 1:
+        whole += work.mask_width  # each block converts the mask of documents
     if several:
         shared += 2 * D * c.ffn_uses  # inputs and outputs of feed-forwards
     if several or not p.compile:
@@ -104,9 +102,10 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         of_ranks = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
         return max(of_ranks, key=lambda held: held["peak"])
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
+    c = work.model.config
     L = len(part.layers)
-    F = work.model.config.ffn_dim * work.model.config.ffn_uses
-    D = work.model.config.dim
+    D = c.dim
+    F = c.ffn_dim * c.ffn_uses
     N = work.tokens
     w = p.weight_bytes
     shards = max(p.shards(kind) for kind in EVERYTHING)
@@ -134,18 +133,16 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     if p.pp > 1:
         most = most_held(p.schedule, p.pp, work.microbatches, p.stages_per_rank, pp_rank)
         all_saved *= most / p.stages_per_rank
-    last_blocks = max(all_saved, two_blocks)
     loss = _loss(part, work)
-    of_inputs = D + 2 * F  # gradients of x, gate and up
+    of_token = D + 2 * F  # gradients of x, gate and up
     if mask:  # or of whole sequences' keys and values, repeated for each query head and as they are
-        config = work.model.config
-        of_inputs = max(of_inputs, 2 * p.cp * (config.q_dim + config.kv_dim))
-    backward = recomputed + N * w * of_inputs / p.tp
+        of_token = max(of_token, 2 * p.cp * (c.q_dim + c.kv_dim))
+    backward = recomputed + N * w * of_token / p.tp
 
     gradients = max(sums, state["gradients"])
     phases = [  # what they hold beside the state
         sums + gathered + all_saved + loss,
-        sums + gathered + last_blocks + backward,  # in the last block
+        sums + gathered + max(all_saved, two_blocks) + backward,  # in the last block
         gradients + gathered + mask + block_saved + backward,  # in block 0
         gradients + 3 * root.trained * w,  # in the embedding
         state["gradients"] + more["update"],
@@ -239,7 +236,7 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     p = work.parallel
     if pp_rank is None:
         of_ranks = [sends(work, rank) for rank in range(p.pp)]
-        return max(of_ranks, key=lambda traffic: sum(payload for _, payload in traffic.values()))
+        return max(of_ranks, key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in used_techniques(p):
@@ -250,6 +247,10 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
             earlier_calls, payload = traffic.get((dim, collective), (0, 0))
             traffic[dim, collective] = earlier_calls + calls, payload + calls * nbytes
     return {key: (calls, payload) for key, (calls, payload) in traffic.items() if calls}
+
+
+def total_payload(traffic: Traffic) -> float:
+    return sum(payload for _, payload in traffic.values())
 
 
 def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:

@@ -44,7 +44,8 @@ class Plan:
     def activations(self) -> str:
         """How activations are kept, as in ACTIVATIONS."""
         settings = vars(self.work.parallel).items()
-        return next(name for name, way in ACTIVATIONS.items() if way.items() <= settings)
+        (name,) = (name for name, way in ACTIVATIONS.items() if way.items() <= settings)
+        return name
 
     @property
     def sent(self) -> int:

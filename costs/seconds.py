@@ -95,7 +95,9 @@ def moved_bytes(work: Work) -> float:
     D = c.dim
     several = c.ffn_uses > 1
     elements = 10 * D  # norms 4 D, residual sums 6 D
-    elements += (4 if c.qk_norm else 2) * (c.q_dim + c.kv_dim)  # RoPE, and norms of q and k
+    elements += 2 * (c.q_dim + c.kv_dim)  # RoPE
+    if c.qk_norm:
+        elements += 2 * (c.q_dim + c.kv_dim)
     elements += 3 * c.ffn_dim * c.ffn_uses  # SwiGLU
     if several:
         elements += 8 * D * c.ffn_uses  # rows that are copied to experts, and added up again
@@ -157,18 +159,20 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     m = work.microbatches
     rate = machine.peak * machine.matmul_fraction
     of_stages = [compute_time(work, machine, stage) for stage in range(p.pp * p.stages_per_rank)]
-    of_ranks = [of_stages[rank :: p.pp] for rank in range(p.pp)]
-    busy = [sum(sum(parts.values()) for parts in of_rank) for of_rank in of_ranks]
+    seconds_of_stages = [sum(of_stage.values()) for of_stage in of_stages]
+    busy = [sum(seconds_of_stages[rank :: p.pp]) for rank in range(p.pp)]
     busiest = busy.index(max(busy))
-    own_stages = of_ranks[busiest]
-    parts = {name: m * sum(stage[name] for stage in own_stages) for name in own_stages[0]}
+    parts = {}
+    for name in of_stages[0]:
+        parts[name] = m * sum(of_stage[name] for of_stage in of_stages[busiest :: p.pp])
 
     traffic = sends(work, busiest)
     parts["passes"] += 2 * copied_bytes(traffic) / machine.bandwidth
     # The norm reads gradients, clipping reads and writes them; the optimizer reads them, and reads
     # and writes as many weights, and its state.
     state = holds(work, busiest)
-    parts["optimizer"] = (6 * state["gradients"] + 2 * state["optimizer"]) / machine.bandwidth
+    updated = 6 * state["gradients"] + 2 * state["optimizer"]
+    parts["optimizer"] = updated / machine.bandwidth
     if p.optimizer == "muon":
         part = part_of(work.model, busiest, p.pp, p.stages_per_rank)
         parts["optimizer"] += flops_of_muon(part, p) / rate
@@ -178,8 +182,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["cpu"] = 0.0
     if p.offload_activations:
         L = work.model.config.n_layers
-        copied = saved(work).kept * work.tokens * p.weight_bytes * L * m
-        seconds = copied / CPU_LINK
+        seconds = saved(work).kept * work.tokens * p.weight_bytes * L * m / CPU_LINK
         parts["cpu"] = max(0.0, seconds - forward) + max(0.0, seconds - backward)
 
     hidden_by = {  # seconds of computation beside which messages over a dimension can travel
@@ -234,13 +237,17 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
     """Return the seconds that a rank of a pipeline waits for other stages, where it computes for
     `busy` seconds and `waits` for tp and cp: by the schedule, if all stages took as long as its
     own, and for messages. A link may have more to do than any rank."""
-    p, m = work.parallel, work.microbatches
+    p = work.parallel
+    m = work.microbatches
     few = min(m, 2 * p.pp) if p.schedule in STEADY else m  # of more, no rank waits longer
+    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work))
+    forwards = m * p.stages_per_rank * (1 + backwards(work))  # as long as a rank computes
+    idle *= (busy + waits) / forwards
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
     message = collective_time("send", nbytes / calls, "pp", p, machine)
-    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work))
-    idle *= (busy + waits) / (m * p.stages_per_rank * (1 + backwards(work)))
-    return max(idle + 2 * (p.pp - 1) * message, calls * message - busy - waits)
+    by_schedule = idle + 2 * (p.pp - 1) * message
+    by_link = calls * message - busy - waits
+    return max(by_schedule, by_link)
 
 
 @functools.lru_cache(1024)
@@ -248,7 +255,8 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int) -> float:
     """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
     long."""
     seconds = {"F": 1, "B": backwards}
-    spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind])
+    schedule = make_schedule(name, p, m, v)
+    spans = simulate(schedule, lambda action: seconds[action.kind])
     end = max(of_rank[-1].end for of_rank in spans)
     return end - m * v * (1 + backwards)
 

@@ -62,7 +62,8 @@ class Published:
 
     def __init__(self, row: dict[str, str]):
         for name, text in row.items():
-            setattr(self, name, int(text) if text.isdecimal() else text)
+            value = int(text) if text.isdecimal() else text
+            setattr(self, name, value)
         self.measured = float(self.tokens_s_gpu)  # tokens a second and GPU
         given = {name: getattr(self, name) for name in SPLIT}
         given |= dict(compile=bool(self.compile), async_tp=bool(self.async_tp))
@@ -80,8 +81,12 @@ class Published:
         kernel = self.attention.replace("flash", "")
         machine = assumed_machine(self.gpu, self.link, self.per_node, kernel, reached)
         in_8_bits = self.float8 != "none" and self.tp > 1
-        changes = dict(node_link=machine.node_link * (1 + in_8_bits), overlaps=bool(self.overlap))
-        return dataclasses.replace(machine, flash_fraction=machine.attention_fraction, **changes)
+        return dataclasses.replace(
+            machine,
+            node_link=machine.node_link * (2 if in_8_bits else 1),
+            overlaps=bool(self.overlap),
+            flash_fraction=machine.attention_fraction,
+        )
 
 
 def published() -> Rows:
@@ -121,13 +126,13 @@ def fit(rows: Rows, reached: dict[str, float], steps: int) -> dict[str, float]:
     """Return better constants than `reached`, by steps of Gauss and Newton."""
     for _ in range(steps):
         now = residuals(rows, reached)
-        columns = [
-            (residuals(rows, reached | {name: value * 1.01}) - now) / np.log(1.01)
-            for name, value in reached.items()
-        ]
-        change, *_ = np.linalg.lstsq(np.stack(columns, 1), -now, rcond=None)
-        change = np.exp(np.clip(change, -0.5, 0.5))
-        reached = {name: value * by for (name, value), by in zip(reached.items(), change)}
+        columns = []
+        for name, value in reached.items():
+            moved = residuals(rows, reached | {name: value * 1.01})
+            columns.append((moved - now) / np.log(1.01))
+        logs, *_ = np.linalg.lstsq(np.stack(columns, 1), -now, rcond=None)
+        factors = np.exp(np.clip(logs, -0.5, 0.5))
+        reached = {name: reached[name] * by for name, by in zip(reached, factors)}
     return reached
 
 
@@ -155,16 +160,18 @@ def table(rows: Rows, fitted: dict[str, float], without: dict) -> list[str]:
 
 
 def by_family(rows: Rows, errors: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        name: errors[[family(row) == name for row in rows]]
-        for name in dict.fromkeys(map(family, rows))
-    }
+    families = np.array([family(row) for row in rows])
+    return {name: errors[families == name] for name in dict.fromkeys(families.tolist())}
 
 
 def spread(rows: Rows, errors: np.ndarray) -> dict[str, float]:
     """Return within how much nine of ten errors are, by kind_of configuration."""
     kinds = np.array([kind_of(row.work.parallel) for row in rows])
-    return {kind: round(float(np.quantile(abs(errors[kinds == kind]), 0.9)), 2) for kind in SPREAD}
+    within = {}
+    for kind in SPREAD:
+        sizes = abs(errors[kinds == kind])
+        within[kind] = round(float(np.quantile(sizes, 0.9)), 2)
+    return within
 
 
 def rounded(reached: dict[str, float]) -> dict[str, float]:
@@ -173,7 +180,8 @@ def rounded(reached: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     rows = published()
-    fitted, without = rounded(fit(rows, START, 5)), {}
+    fitted = rounded(fit(rows, START, 5))
+    without = {}
     for name in dict.fromkeys(map(family, rows)):
         others = [row for row in rows if family(row) != name]
         without[name] = rounded(fit(others, fitted, 3))

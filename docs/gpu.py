@@ -99,13 +99,16 @@ def seconds_of(operation, burst: int = 10) -> float:
 
 def measure_rates() -> dict[str, str]:
     """Return rates of the operations of a training step: FLOP or bytes, in 10^12 a second."""
-    n, head_dim, widths, rates = (8192 if ON_GPU else 64), 128, (32, 8, 8, 32), {}
+    n = 8192 if ON_GPU else 64
+    head_dim = 128
+    rates = {}
     random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
 
     def add(name: str, operation, amount: float, expected: float) -> None:
         rates[name] = f"{amount / seconds_of(operation) / 1e12:.3g}, expected {expected}"
 
-    a, b = random(n, n), random(n, n)
+    a = random(n, n)
+    b = random(n, n)
     add("FLOP of a matrix product", lambda: a @ b, 2 * n**3, 723)
     for recipe, *expected in (("tensorwise", 497, 1140, 1280), ("rowwise", 486, 1180, 1310)):
         if has_float8(DEVICE, DTYPE, recipe):
@@ -118,7 +121,8 @@ def measure_rates() -> dict[str, str]:
             }
             for (how, operation), rate in zip(ways.items(), expected):
                 add(f"FLOP of a product {how}, {recipe}", operation, 2 * n**3, rate)
-    q, k, v, grad = (random(1, n, heads, head_dim).requires_grad_() for heads in widths)
+    # Of 32 query heads and 8 key/value heads; and the gradient of attention's output.
+    q, k, v, grad = [random(1, n, heads, head_dim).requires_grad_() for heads in (32, 8, 8, 32)]
     attention = lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)  # noqa: E731
     # Two products in forward and five in backward, 2 n n head_dim FLOP each; the mask leaves half.
     add("FLOP of attention", attention, 7 * n * n * 32 * head_dim, 499)
@@ -128,7 +132,8 @@ def measure_rates() -> dict[str, str]:
         weight.grad = torch.ones_like(weight)
     moved = 20 * sum(weight.numel() for weight in weights)  # 20 bytes a weight: see make_update
     add("bytes of AdamW with moments in bfloat16", optimizer.step, moved, 3.84)
-    source, target = random(8, n, n), random(8, n, n)
+    source = random(8, n, n)
+    target = random(8, n, n)
     add("bytes of a copy", lambda: target.copy_(source), 2 * source.nbytes, 4.23)
     return rates
 
@@ -158,7 +163,8 @@ def measure_generation() -> dict[str, float]:
     model = instruments.build_on_meta(PRESETS["llama3.1-8b" if ON_GPU else "tiny"]).to(DTYPE)
     allocate(model, DEVICE)
     model.init_weights()
-    writes, rates = partial(stream, model, max_new_tokens=n_tokens + 1, temperature=0), {}
+    writes = partial(stream, model, max_new_tokens=n_tokens + 1, temperature=0)
+    rates = {}
     for rows in (1, 8):
         new_tokens = writes([[1] * 512] * rows)
         next(new_tokens)  # reads the prompts
@@ -183,7 +189,8 @@ def write_tokenizer(file: Path) -> None:
 
 def run_command(line: str, directory: Path, timeout: float) -> object:
     """Return what bench.py writes to --json, the last line of any other command, or an error."""
-    (file := directory / "result.json").unlink(missing_ok=True)
+    file = directory / "result.json"
+    file.unlink(missing_ok=True)
     words = shlex.split(line.replace("TOKENIZER", str(directory / "tokenizer.model")))
     if words[0] == "bench.py":
         words += ["--json", str(file)]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from files.directories import checkpoints, failure_reason, new_link
-from files.loading import weights_of
 from files.optimizer_state import optimizer_state
-from lora import adapter_settings, adapters
 from model import Llama
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.shards import to_local
@@ -41,10 +40,10 @@ def on_rank_zero(work: Callable, group: dist.ProcessGroup) -> None:
 
 
 def checkpoint_bytes(
-    model: Llama, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+    weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> int:
-    """Return how many bytes a checkpoint takes, of all ranks. Raises UserError if the optimizer has
-    state that cannot be saved."""
+    """Return how many bytes a checkpoint takes, of all ranks: `weights`, this rank's that are to be
+    saved, and the optimizer's state. Raises UserError if that cannot be saved."""
     is_new = not optimizer.state
     state = optimizer_state(optimizer)
     if is_new:
@@ -52,7 +51,6 @@ def checkpoint_bytes(
     if not state:
         kind = type(optimizer).__name__
         print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
-    weights = adapters(model) if adapter_settings(model) else weights_of(model)
     sizes = {name: tensor.nbytes for name, tensor in (weights | state).items()}
     all_sizes = {}  # what several ranks have is saved once
     for of_rank in on_every_rank(lambda: sizes, group):

@@ -68,10 +68,12 @@ def is_alone(contestant: str) -> bool:
 def default_contestants(process: Process) -> list[str]:
     """Return strategies that differ on these processes, and ways to keep activations."""
     several_nodes = 1 < process.per_node < process.size  # else HSDP is DDP or FSDP
-    strategies = [n for n, s in STRATEGIES.items() if several_nodes or s.copy_spans != "node"]
-    strategies = [*strategies, "fsdp --reshard none"] if process.size > 1 else ["one"]
-    plain = strategies[0]
-    return [*strategies, f"{plain} --checkpointing selective", f"{plain} --checkpointing full"]
+    names = ["one"]
+    if process.size > 1:
+        names = [n for n, s in STRATEGIES.items() if several_nodes or s.copy_spans != "node"]
+        names.append("fsdp --reshard none")
+    plain = names[0]
+    return [*names, f"{plain} --checkpointing selective", f"{plain} --checkpointing full"]
 
 
 def world_of(name: str, parallel: ParallelConfig, process: Process) -> World:
@@ -103,18 +105,22 @@ def measure_compare(
     works: dict[str, Work], process: Process, repeats: int, flags: dict, json_file: Path | None
 ) -> str:
     """Run the contestants; return the results as text, and write them to --json with the flags."""
-    steps, costs = {}, {}
+    steps = {}
+    costs = {}
     for name, work in works.items():
         print_rank_zero(f"counting {name}", file=sys.stderr)
         world = world_of(name, work.parallel, process)
-        steps[name], costs[name] = lambda: None, Cost(work.parallel)
-        if process.rank == 0 or not is_alone(name):  # the other ranks wait for rank 0
-            make = ALONE.get(name.split()[0], make_step)
-            batch = random_batch(work.model.config, work.batch, work.seq_len)
-            share = batch.microbatches(work.batch // world.data_size)[world.data_rank]
-            before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
-            steps[name] = make(work, world, share_sequences(share, world).to(world.device))
-            costs[name] = count_costs(steps[name], world, before)
+        if process.rank > 0 and is_alone(name):  # this rank waits for rank 0
+            steps[name] = lambda: None
+            costs[name] = Cost(work.parallel)
+            continue
+        make = ALONE.get(name.split()[0], make_step)
+        batch = random_batch(work.model.config, work.batch, work.seq_len)
+        share = batch.microbatches(work.batch // world.data_size)[world.data_rank]
+        own_batch = share_sequences(share, world).to(world.device)
+        before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
+        steps[name] = make(work, world, own_batch)
+        costs[name] = count_costs(steps[name], world, before)
     rounds = run_in_turns(steps, repeats)
     text, results = report(works, rounds, costs)
     write_json(json_file, flags | describe_machine(process) | {"strategies": results})
@@ -128,8 +134,10 @@ def count_costs(step: Callable[[], object], world: World, before: int) -> Cost:
     step()  # DDP makes its final buckets in step 2
     loss = traffic = peak = None
     if isinstance(step, Training):
-        loss, (counted, memory) = first.mean_loss, step.count()
-        traffic, peak = counted and counted.sent, memory["peak"]
+        loss = first.mean_loss
+        counted, memory = step.count()
+        traffic = counted.sent if counted else None
+        peak = memory["peak"]
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -146,15 +154,20 @@ def report(works: dict[str, Work], rounds: Rounds, costs: dict[str, Cost]) -> tu
     """Return the results as text, and for --json: a table, whether the losses agree, and each
     contestant's traffic."""
     columns = "step, seconds, tokens/s, ratio to the first (quartiles), peak memory, sends, loss"
-    rows, traffic, results = [], [], {}
+    rows = []
+    traffic = []
+    results = {}
     first = next(iter(rounds.values()))["step"]
     for name, work in works.items():
-        cost, seconds = costs[name], rounds[name]["step"]
+        cost = costs[name]
+        seconds = rounds[name]["step"]
         median = statistics.median(seconds)
         speed = work.batch * work.seq_len / median
-        lower, ratio, upper = quartiles(own / of_first for own, of_first in zip(seconds, first))
+        ratios = [own / of_first for own, of_first in zip(seconds, first)]
+        lower, ratio, upper = quartiles(ratios)
         ratio_in_words = f"{ratio:.3f} ({lower:.3f}-{upper:.3f})"
         sends = None if cost.traffic is None else sent_bytes(cost.traffic, cost.parallel)
+        payload = {" ".join(key): counts for key, counts in (cost.traffic or {}).items()}
         loss = "-" if cost.loss is None else f"{cost.loss:.5f}"
         row = [name, f"{median:.3f}", f"{speed:,.0f}", ratio_in_words, megabytes(cost.peak)]
         rows.append([*row, megabytes(sends), loss])
@@ -166,7 +179,7 @@ def report(works: dict[str, Work], rounds: Rounds, costs: dict[str, Cost]) -> tu
             "ratio": ratio,
             "peak_bytes": cost.peak,
             "sends": sends,
-            "payload": {" ".join(key): counts for key, counts in (cost.traffic or {}).items()},
+            "payload": payload,
             "loss": cost.loss,
         }
     table = markdown_table(columns.split(", "), rows)
@@ -180,11 +193,16 @@ def compare_losses(costs: dict[str, Cost]) -> str:
         return "no contestant trains flatllama's model"
     (first, reference), *_ = costs.items()
     arithmetic = [name for name, field in FLAGS.items() if field.metadata["kind"] == ARITHMETIC]
-    kinds = {tuple(getattr(cost.parallel, name) for name in arithmetic) for cost in costs.values()}
-    is_rough = len(kinds) > 1 or reference.parallel.dtype == torch.bfloat16
+    differ = any(
+        getattr(cost.parallel, name) != getattr(reference.parallel, name)
+        for cost in costs.values()
+        for name in arithmetic
+    )
+    is_rough = differ or reference.parallel.dtype == torch.bfloat16
     tolerance = 1e-2 if is_rough else 1e-4  # the latter for sums in another order
     errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
-    if different := [name for name in errors if errors[name] > tolerance]:
+    different = [name for name, error in errors.items() if error > tolerance]
+    if different:
         losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)
         return f"losses of the first step DO NOT AGREE: {losses}, but {first} {reference.loss:.5f}"
     return f"losses of the first step agree to {max(errors.values()):.0e}"

@@ -19,21 +19,30 @@ def emulated(planned: Work) -> Work | None:
     tensors, and too many."""
     parallel = replace(planned.parallel, compile=False)
     work = replace(planned, parallel=parallel, document=0, on_gpu=False)
-    return None if needs_real_tensors(parallel) and holds(work)["peak"] > MOST_BYTES else work
+    if needs_real_tensors(parallel) and holds(work)["peak"] > MOST_BYTES:
+        return None
+    return work
 
 
 def emulation_table(planned: Work) -> list[str]:
     """Return the lines of a table: what rank 0 of a plan sends and holds, predicted and counted.
     The first line says by how much the page is off at the peak."""
-    if (work := emulated(planned)) is None:
-        dp, most = planned.parallel.dp, MOST_BYTES / 1e9
+    work = emulated(planned)
+    if work is None:
+        dp = planned.parallel.dp
+        most = MOST_BYTES / 1e9
         return [f"--check: not done: --dp {dp} needs real tensors, here of more than {most:g} GB"]
-    (counted_traffic, counted), (traffic, held) = emulate(work), (sends(work, 0), holds(work, 0))
+    counted_traffic, counted = emulate(work)
+    traffic = sends(work, 0)
+    held = holds(work, 0)
     rows = []
-    for dim, collective in sorted(traffic | counted_traffic):
-        costs = (source.get((dim, collective), (0, 0)) for source in (traffic, counted_traffic))
-        cells = [f"{nbytes:,.0f} bytes in {calls:g} calls" for calls, nbytes in costs]
-        rows.append([f"payload of {collective} over {dim}", *cells])
+    for key in sorted(traffic | counted_traffic):
+        dim, collective = key
+        row = [f"payload of {collective} over {dim}"]
+        for source in (traffic, counted_traffic):
+            calls, nbytes = source.get(key, (0, 0))
+            row.append(f"{nbytes:,.0f} bytes in {calls:g} calls")
+        rows.append(row)
     for kind, nbytes in counted.items():
         rows.append([kind, f"{held[kind]:,.0f} bytes", f"{nbytes:,} bytes"])
     off = f"{held['peak'] / counted['peak'] - 1:+.1%}"
@@ -46,6 +55,11 @@ def emulation_table(planned: Work) -> list[str]:
 
 if __name__ == "__main__":
     work = emulated(pickle.load(sys.stdin.buffer))
-    if work and work.parallel.pp == 1:  # the second microbatch needs as much as any later one
-        work = replace(work, batch=work.batch * min(2, work.microbatches) // work.microbatches)
-    print(emulate(work)[1]["peak"] / holds(work, 0)["peak"] if work else 1.0)
+    ratio = 1.0
+    if work:
+        if work.parallel.pp == 1:  # the second microbatch needs as much as any later one
+            few = min(2, work.microbatches)
+            work = replace(work, batch=work.batch * few // work.microbatches)
+        _, counted = emulate(work)
+        ratio = counted["peak"] / holds(work, 0)["peak"]
+    print(ratio)

@@ -90,8 +90,9 @@ def quartiles(values: Iterable[float]) -> list[float]:
 
 def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
     """Return the lines of a table in Markdown, aligned right but for the first column."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
-    return [lines[0], f"|---|{'--:|' * (len(headings) - 1)}", *lines[1:]]
+    first, *others = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
+    ruler = "|---|" + "--:|" * (len(headings) - 1)
+    return [first, ruler, *others]
 
 
 def megabytes(nbytes: float | None) -> str:
@@ -171,30 +172,41 @@ class Counted(Instrument):
                 self.group_names[tuple(dist.get_process_group_ranks(group))] = name
 
     def see(self, op, args, kwargs, result) -> None:
-        name, group = op._opname, _group_of(op, args)
+        name = op._opname
         self.attentions += is_attention(name)
+        group = _group_of(op, args)
         ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
         if len(ranks) < 2 or name == "recv_":  # which is counted where it is sent
             return
-        # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
-        payload = max(
-            sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
-            for operand in (*args, result)
-        )
-        if name == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
-            name = "send"
         own_dim = self.own_groups.get(group.group_name)
         dim = own_dim or self.group_names.get(ranks, ranks)
+        # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
+        payload = max(_bytes_of(operand) for operand in (*args, result))
         if name == "alltoall_base_":
-            _, given, _, _, to_each = args[:5]
-            kept = to_each[group.rank()] * given[:1].nbytes if to_each and not own_dim else 0
-            payload = given.nbytes - kept  # of Muon's, what goes to others counts
-            name = "all-to-all"
-        letters = name.replace("_", "")
-        known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
-        key = dim, next(known, name)
+            _, given, _, _, rows_to_each = args[:5]
+            payload = given.nbytes
+            if rows_to_each and not own_dim:  # of Muon's, what goes to others counts
+                payload -= rows_to_each[group.rank()] * given[:1].nbytes
+        key = dim, _collective(name, args)
         calls, nbytes = self.sent.get(key, (0, 0))
         self.sent[key] = calls + 1, nbytes + payload
+
+
+def _bytes_of(operand) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
+
+
+def _collective(operator: str, args: tuple) -> str:
+    """Return the name under which an operator is counted."""
+    if operator == "alltoall_base_":
+        return "all-to-all"
+    if operator == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
+        return "send"
+    letters = operator.replace("_", "")
+    for kind in COLLECTIVES:
+        if kind.replace("-", "") in letters:
+            return kind
+    return operator
 
 
 def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
@@ -204,7 +216,9 @@ def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
     named = {argument.name: value for argument, value in zip(op._schema.arguments, args)}
     if "group_name" in named:
         return dist.distributed_c10d._resolve_process_group(named["group_name"])
-    return dist.ProcessGroup.unbox(named["process_group"]) if "process_group" in named else None
+    if "process_group" in named:
+        return dist.ProcessGroup.unbox(named["process_group"])
+    return None
 
 
 # ---------------------------------------------------------------------------- counting memory
@@ -226,7 +240,8 @@ class Live(Instrument):
     def see(self, op, args, kwargs, result) -> None:
         if op.namespace in ("fsdp", "c10d"):  # FSDP allocates and frees by resizing storages
             for address, (reference, _) in list(self.storages.items()):
-                if (storage := reference()) is not None:  # another thread may just have freed it
+                storage = reference()
+                if storage is not None:  # another thread may just have freed it
                     self._count_storage(address, storage)
         self._count_tensors(tree_leaves((args, kwargs, result)))
 
@@ -240,14 +255,17 @@ class Live(Instrument):
         self.peak = max(self.peak, self.now)
 
     def _count_storage(self, address: int, storage: torch.UntypedStorage) -> None:
-        if address not in self.storages:
-            self.storages[address] = weakref.ref(storage, lambda _: self._forget(address)), 0
-        reference, counted = self.storages[address]
+        if address in self.storages:
+            reference, counted = self.storages[address]
+        else:
+            reference = weakref.ref(storage, lambda _: self._forget(address))
+            counted = 0
         self.storages[address] = reference, storage.nbytes()
         self.now += storage.nbytes() - counted
 
     def _forget(self, address: int) -> None:
-        self.now -= self.storages.pop(address)[1]
+        _, counted = self.storages.pop(address)
+        self.now -= counted
 
 
 # ------------------------------------------------------------------------------------- a training
@@ -297,7 +315,9 @@ class Training:
             kinds = state_tensors(self.model, self.optimizer)
             self.optimizer.step()
             zero_gradients(self.optimizer, self.world)
-        memory = {kind: sum(to_local(t).nbytes for t in kinds[kind]) for kind in kinds}
+        memory = {}
+        for kind, tensors in kinds.items():
+            memory[kind] = sum(to_local(tensor).nbytes for tensor in tensors)
         return counted, memory | {"peak": live and live.peak}
 
 
@@ -334,7 +354,9 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
-    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:].contiguous()
+    return Batch(inputs, targets, None, text_bytes=1)
 
 
 def make_step(work: Work, world: World, batch: Batch) -> Training:
@@ -366,7 +388,8 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
     The process group of each dimension gets torch's fake backend for a while. Results are garbage,
     which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
     stops its collectives."""
-    device, backend_types = world.device, dist.ProcessGroup.BackendType
+    device = world.device
+    backend_types = dist.ProcessGroup.BackendType
     groups = {dim: world.mesh.get_group(dim) for dim in world.mesh.mesh_dim_names}
     groups |= world.own_groups
     with contextlib.ExitStack() as undo:
@@ -376,7 +399,8 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
             if dim == "replicate" and isinstance(runner, DistributedDataParallel):
                 undo.enter_context(runner.no_sync())
                 continue
-            real, options = group._get_backend(device), FakeProcessGroup.Options()
+            real = group._get_backend(device)
+            options = FakeProcessGroup.Options()
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
             # A type that no real backend has: a group keeps the first backend of each type.
             group._register_backend(device, backend_types.UNDEFINED, fake)
@@ -399,8 +423,9 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
     """
     parallel = replace(work.parallel, compile=False)
-    rank, size, cpu = pp_rank * parallel.size // parallel.pp, parallel.size, torch.device("cpu")
-    process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
+    size = parallel.size
+    rank = pp_rank * size // parallel.pp
+    process = Process(rank, size, local_rank=0, per_node=size, device=torch.device("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         return _few_steps(work, with_mesh(process, parallel))
@@ -412,7 +437,8 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
 
 
 def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
-    model, parallel = copy.deepcopy(work.model), world.parallel
+    model = copy.deepcopy(work.model)
+    parallel = world.parallel
     tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
     batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -430,7 +456,8 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     # AdamW's update in parts would take minutes, and it neither sends nor keeps anything.
     skipped = mock.patch.object(optimizers, "make_update", lambda *_: lambda *_: None)
     with mode, skipped:
-        optimizer, batches = make_optimizer(model, parallel), itertools.repeat(batch)
+        optimizer = make_optimizer(model, parallel)
+        batches = itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
         for _ in range(3 if needs_real_tensors(parallel) else 2):

@@ -4,7 +4,7 @@
 
 A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
 schedule, a treatment of activations, a microbatch size and a value of --reshard
-(costs/search.py). costs/ predicts its memory, its traffic and its time. The output begins with the
+(costs/plans.py). costs/ predicts its memory, its traffic and its time. The output begins with the
 best plan and the command that starts it; then a table has the best plan of each mesh, and why it
 loses.
 """
@@ -39,7 +39,10 @@ LEARNING_RATES_OF_ADAPTERS = {30e9: 1e-4, 0.5e9: 2e-4}
 
 def kind_of(parallel: ParallelConfig) -> str:
     """Return the kind of configuration, whose error SPREAD has."""
-    return next((dim for dim in ("pp", "cp", "tp") if getattr(parallel, dim) > 1), "dp")
+    for dim in ("pp", "cp", "tp"):
+        if getattr(parallel, dim) > 1:
+            return dim
+    return "dp"
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,19 @@ class Question:
     work: Work  # a step; each plan splits it in another way
     machine: Machine
     gpus: int
-    wanted: dict[str, object]  # values of search.FILTERS that plans must have, None for any
+    wanted: dict[str, object]  # values of plans.FILTERS that plans must have, None for any
 
     def __post_init__(self):
-        machine, work, gpus, per_node = self.machine, self.work, self.gpus, self.machine.per_node
+        work = self.work
+        per_node = self.machine.per_node
         longest = work.model.config.max_seq_len
-        if reason := machine.refuses(work.parallel):
+        reason = self.machine.refuses(work.parallel)
+        if reason:
             raise UserError(f"no plan: {reason}")
-        if gpus > per_node and gpus % per_node:
-            nodes = math.ceil(gpus / per_node)
+        if self.gpus > per_node and self.gpus % per_node:
+            nodes = math.ceil(self.gpus / per_node)
             raise UserError(
-                f"--gpus {gpus} is no multiple of --per-node {per_node}: give --gpus "
+                f"--gpus {self.gpus} is no multiple of --per-node {per_node}: give --gpus "
                 f"{nodes * per_node} for {nodes} full nodes"
             )
         if work.seq_len > longest:
@@ -83,8 +88,8 @@ class Question:
 def plan_cluster(
     question: Question, top: int, tokens: float | None, json_file: Path | None, check: bool
 ) -> str:
-    """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
-    takes; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
+    """Return the output of `bench.py plan`: the best plan, what a run on `tokens` takes, and the
+    command; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
     `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
@@ -102,23 +107,26 @@ def plan_cluster(
     for plan in plans:
         sizes = tuple(getattr(plan.work.parallel, dim) for dim in DIMS)
         best_of_mesh.setdefault(sizes, plan)
-    best, shown = plans[0], list(best_of_mesh.values())[:top]
+    best = plans[0]
+    shown = list(best_of_mesh.values())[:top]
     machine = question.machine
-    lines = [
-        *([f"{machine.name}: {machine.caveat}"] if machine.caveat else []),
-        describe_best(best, question),
-        *([about_run(best, tokens)] if tokens else []),
-        "",
-        *commands(best, question),
-        "",
+    lines = []
+    if machine.caveat:
+        lines.append(f"{machine.name}: {machine.caveat}")
+    lines.append(describe_best(best, question))
+    if tokens:
+        lines.append(about_run(best, tokens))
+    lines += ["", *commands(best, question), ""]
+    lines.append(
         f"Of {len(plans):,} plans the best of {len(shown)} of {len(best_of_mesh)} meshes (more by "
-        f"--top, all by --json FILE):",
-        *table(shown, machine),
-        "",
-        machine_in_words(machine),
-        *filter(None, [prediction_note()]),
-    ]
-    return "\n".join(lines + (["", *emulation_table(best.work)] if check else []))
+        f"--top, all by --json FILE):"
+    )
+    lines += [*table(shown, machine), "", machine_in_words(machine)]
+    if note := prediction_note():
+        lines.append(note)
+    if check:
+        lines += ["", *emulation_table(best.work)]
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------ the best in words
@@ -134,10 +142,12 @@ PART_NAMES = {
 
 def describe_best(plan: Plan, question: Question) -> str:
     """Return the best plan in sentences: what it is, its time with its error bar, and why."""
-    work, parallel = plan.work, plan.work.parallel
+    work = plan.work
+    parallel = work.parallel
     dtype = str(parallel.dtype).removeprefix("torch.")
     what = f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
-    if lora := adapter_settings(work.model):
+    lora = adapter_settings(work.model)
+    if lora:
         kind = "DoRA" if lora.dora else "LoRA"
         bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
@@ -170,11 +180,13 @@ def name_of(plan: Plan) -> str:
     """Return a plan's strategy and mesh, such as `hsdp 4 x 8, tp 2`: copies x ranks that share one
     copy, and other dimensions with more than one rank."""
     parallel = plan.work.parallel
-    copies = [n for n in (parallel.replicate, parallel.shard) if n > 1] or [1]
-    dims = [dim for dim in reversed(DIMS) if dim not in ("replicate", "shard")]
-    others = {dim: getattr(parallel, dim) for dim in dims}
-    sizes = [f"{parallel.dp} {' x '.join(map(str, copies))}"]
-    return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
+    copies = [str(n) for n in (parallel.replicate, parallel.shard) if n > 1] or ["1"]
+    sizes = [f"{parallel.dp} {' x '.join(copies)}"]
+    for dim in reversed(DIMS):
+        n = getattr(parallel, dim)
+        if n > 1 and dim not in ("replicate", "shard"):
+            sizes.append(f"{dim} {n}")
+    return ", ".join(sizes)
 
 
 def about_run(plan: Plan, tokens: float) -> str:
@@ -186,12 +198,15 @@ def about_run(plan: Plan, tokens: float) -> str:
 
 def commands(plan: Plan, question: Question) -> list[str]:
     """Return the lines that start a plan: the command of the first node, and of the others."""
-    work, lora = plan.work, adapter_settings(plan.work.model)
+    work = plan.work
+    lora = adapter_settings(work.model)
     per_node = min(question.gpus, question.machine.per_node)
     nodes = question.gpus // per_node
     if lora:
-        script, data = ("preferences", "PAIRS") if work.references else ("finetune_lora", "CHATS")
-        what = f"{script}.py --init BASE --data {data}.jsonl --rank {lora.rank}"
+        what = "finetune_lora.py --init BASE --data CHATS.jsonl"
+        if work.references:
+            what = "preferences.py --init BASE --data PAIRS.jsonl"
+        what += f" --rank {lora.rank}"
         what += " --base-bits 4" if question.in_4_bits else ""
         what += " --dora" if lora.dora else ""
     else:
@@ -199,7 +214,10 @@ def commands(plan: Plan, question: Question) -> list[str]:
         what += " --document-mask" if work.document else ""  # which conversations always have
     parameters = sum(p.numel() for p in build_on_meta(work.model.config).parameters())
     rates = LEARNING_RATES_OF_ADAPTERS if lora else LEARNING_RATES
-    what += next((f" --lr {rate:g}" for least, rate in rates.items() if parameters >= least), "")
+    for least, rate in rates.items():
+        if parameters >= least:
+            what += f" --lr {rate:g}"
+            break
     train = (
         f"{what} --out out/{question.preset} --batch {work.batch} --microbatch {work.microbatch} "
         f"--seq-len {work.seq_len} {flags_of(work.parallel)}"
@@ -220,23 +238,17 @@ def commands(plan: Plan, question: Question) -> list[str]:
 def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table, aligned: memory of a rank, and what it sends in a step; in a
     pipeline, of the rank with the most."""
-    headings = "strategy and mesh, activations, batch, GB, sends GB, seconds, it loses by".split(
-        ", "
-    )
-    rows = [
-        [
-            name_of(plan),
-            plan.activations,
-            f"{plan.work.microbatch}",
-            f"{plan.memory['peak'] / 1e9:,.3g}",
-            f"{plan.sent / 1e9:,.3g}",
-            f"{plan.seconds:,.3g}",
-            reason(plan, ranked[0], machine),
-        ]
-        for plan in ranked
-    ]
-    widths = [max(map(len, column)) for column in zip(headings, *rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [headings, *rows]]
+    headings = "strategy and mesh, activations, batch, GB, sends GB, seconds, it loses by"
+    rows = [headings.split(", ")]
+    for plan in ranked:
+        row = [name_of(plan), plan.activations, f"{plan.work.microbatch}"]
+        row.append(f"{plan.memory['peak'] / 1e9:,.3g}")
+        row.append(f"{plan.sent / 1e9:,.3g}")
+        row.append(f"{plan.seconds:,.3g}")
+        row.append(reason(plan, ranked[0], machine))
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def reason(plan: Plan, best: Plan, machine: Machine) -> str:
@@ -280,20 +292,27 @@ def json_row(plan: Plan) -> dict:
 
 def explain_no_plan(question: Question) -> str:
     """Return the error message for flags that leave no plan."""
-    work, pp = question.work, question.wanted["pp"] or (2 if question.wanted["schedule"] else 1)
-    if reason := refusal(replace(work, parallel=replace(work.parallel, pp=pp))):
+    work = question.work
+    batch = work.batch
+    gpus = question.gpus
+    pp = question.wanted["pp"] or (2 if question.wanted["schedule"] else 1)
+    reason = refusal(replace(work, parallel=replace(work.parallel, pp=pp)))
+    if reason:
         return reason
-    config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
     given = {name: value for name, value in question.wanted.items() if value}
-    tp = given.get("tp", max(tp_sizes(config, gpus)))
+    tp = given.get("tp", max(tp_sizes(work.model.config, gpus)))
     data_ranks, rest = divmod(gpus, tp * given.get("pp", 1) * given.get("cp", 1))
     if not rest and batch % data_ranks:
         return (
             f"--batch {batch} is no multiple of the {data_ranks} ranks that share it with "
             f"--tp {tp}: use --batch {math.ceil(batch / data_ranks) * data_ranks}"
         )
-    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    fixed = " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
+    flags = []
+    for name, value in given.items():
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(str(value))
+    fixed = " ".join(flags)
     return f"no plan for --batch {batch} on {gpus} GPUs has {fixed}: leave out some of these flags"
 
 

@@ -25,11 +25,13 @@ def products(work: Work) -> Iterator[tuple[int, int, int]]:
     A weight [out, in] is in three: for the output, for the gradient of the input, and for its own.
     With LoRA it is frozen and has none; instead, its factors A [r, in] and B [out, r] are in three
     products each. As in training, the output matrix has no adapter."""
-    tokens, lora = work.microbatch * work.seq_len, adapter_settings(work.model)
+    tokens = work.microbatch * work.seq_len
+    lora = adapter_settings(work.model)
     for name, layer in work.model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        width, out = layer.in_features, layer.out_features
+        width = layer.in_features
+        out = layer.out_features
         yield tokens, width, out
         yield tokens, out, width
         if not lora:
@@ -44,16 +46,22 @@ def products(work: Work) -> Iterator[tuple[int, int, int]]:
 def bare_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
     """Return a function that runs only the matrix products and the attention of a training step.
     The time that a training step takes beyond this is overhead."""
-    c, sizes = work.model.config, list(products(work))
+    c = work.model.config
+    sizes = list(products(work))
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=world.device, dtype=world.parallel.dtype)
 
-    shapes = {shape for m, k, n in sizes for shape in ((m, k), (k, n))}
-    operands = {shape: random(*shape) for shape in shapes}
-    heads = c.n_heads, c.n_kv_heads, c.n_kv_heads, c.n_heads  # of q, k, v, the output's gradient
-    qkv_grad = [random(work.microbatch, work.seq_len, n, c.head_dim) for n in heads]
-    qkv, grad = [tensor.requires_grad_() for tensor in qkv_grad[:3]], qkv_grad[3]
+    def random_heads(n: int) -> torch.Tensor:
+        return random(work.microbatch, work.seq_len, n, c.head_dim)
+
+    operands = {}
+    for m, k, n in sizes:
+        for shape in ((m, k), (k, n)):
+            if shape not in operands:
+                operands[shape] = random(*shape)
+    qkv = [random_heads(n).requires_grad_() for n in (c.n_heads, c.n_kv_heads, c.n_kv_heads)]
+    grad = random_heads(c.n_heads)  # of attention's output
 
     def step() -> None:
         for _ in range(len(batch.tokens) // work.microbatch):
@@ -78,13 +86,15 @@ def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], ob
         )
     if not all(parameter.is_floating_point() for parameter in work.model.parameters()):
         raise UserError("transformers' step is not made in 4 bits: leave out one of the two")
-    config, lora = work.model.config, adapter_settings(work.model)
+    config = work.model.config
+    lora = adapter_settings(work.model)
     fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
     described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)
     with torch.device(world.device):
         model = transformers.LlamaForCausalLM(described)
-    low, device = world.parallel.dtype == torch.bfloat16, world.device
-    dtype = torch.bfloat16 if lora and low else torch.float32
+    device = world.device
+    autocasts = world.parallel.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if lora and autocasts else torch.float32
     model.to(device, dtype)
     if lora:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
@@ -97,7 +107,7 @@ def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], ob
         for part in parts:
             # shift_labels are taken as they are; labels alone would be shifted by one more token.
             labels = dict(labels=part.targets, shift_labels=part.targets)
-            with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocasts):
                 out = model(input_ids=part.tokens, **labels)
             (out.loss / len(parts)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

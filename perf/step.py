@@ -90,9 +90,11 @@ class TimeStamps:
         self.stamps = defaultdict(list)  # part -> begin, end, begin, end
 
     def stamp(self, part: str, *_) -> None:
-        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter()
         if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
+        else:
+            event = time.perf_counter()
         self.stamps[part].append(event)
 
     @contextlib.contextmanager
@@ -105,18 +107,20 @@ class TimeStamps:
 
     def seconds(self) -> dict[str, float]:
         """Return the total seconds of each part. On a GPU, synchronize before."""
-        seconds = {}
+        seconds = defaultdict(float)
         for part, stamps in self.stamps.items():
-            pairs = zip(stamps[::2], stamps[1::2])
-            seconds[part] = sum(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs)
-        return seconds
+            for begin, end in zip(stamps[::2], stamps[1::2]):
+                seconds[part] += begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin
+        return dict(seconds)
 
 
 @contextlib.contextmanager
 def time_stamped(training: Training) -> Iterator[TimeStamps]:
     """Record time stamps of forward, recompute and optimizer in the step within the context."""
-    stamps, runner, optimizer = TimeStamps(training.world), training.runner, training.optimizer
-    of_optimizer, of_forward = (partial(stamps.stamp, part) for part in ("optimizer", "forward"))
+    stamps = TimeStamps(training.world)
+    runner = training.runner
+    of_optimizer = partial(stamps.stamp, "optimizer")
+    of_forward = partial(stamps.stamp, "forward")
 
     def stamped_forward(forward: Callable, *args, **kwargs):
         in_backward = torch._C._current_graph_task_id() != -1
@@ -124,9 +128,10 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
             return forward(*args, **kwargs)
 
     with contextlib.ExitStack() as undo:
-        hooks = [optimizer.register_step_pre_hook(of_optimizer)]
-        hooks.append(optimizer.register_step_post_hook(of_optimizer))
-        for stage in runner.stages.values() if isinstance(runner, Pipeline) else [runner]:
+        hooks = [training.optimizer.register_step_pre_hook(of_optimizer)]
+        hooks.append(training.optimizer.register_step_post_hook(of_optimizer))
+        stages = runner.stages.values() if isinstance(runner, Pipeline) else [runner]
+        for stage in stages:
             # prepend: before FSDP's own hook, which all-gathers weights
             hooks.append(stage.register_forward_pre_hook(of_forward, prepend=True))
             hooks.append(stage.register_forward_hook(of_forward))
@@ -134,7 +139,8 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
             undo.callback(hook.remove)
         for block in training.model.layers.values():
             # Blocks that recompute.py has wrapped; a compiled block cannot be stamped within.
-            if getattr(forward := block.forward, "func", None) is checkpoint:
+            forward = block.forward
+            if getattr(forward, "func", None) is checkpoint:
                 stamped = partial(stamped_forward, *forward.args)
                 block.forward = partial(checkpoint, stamped, **forward.keywords)
                 undo.callback(setattr, block, "forward", forward)
@@ -150,7 +156,9 @@ def stamped_step(training: Training, silent: list[str]) -> Callable:
     forward, and rewards.py `sampling`. `pass` is forward and backward, including the communication
     of gradients. Without collectives over the dimensions `silent`, if there are any, gradients are
     garbage: then discard them in place of the update."""
-    world, optimizer, start = training.world, training.optimizer, time.perf_counter()
+    world = training.world
+    optimizer = training.optimizer
+    start = time.perf_counter()
     batch = next(training.batches)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
@@ -185,13 +193,15 @@ def parts_of_step(rounds: Rounds, dims: list[str], before_step="data") -> dict[s
     what silencing one more of `dims` saves, and `other` the rest of the whole step."""
     *_, last = rounds
     passes = [median(rounds, name, "pass") for name in rounds]
-    forward, recompute = (median(rounds, last, part) for part in ("forward", "recompute"))
+    forward = median(rounds, last, "forward")
+    recompute = median(rounds, last, "recompute")
     parts = {"forward": forward, "backward": passes[-1] - forward - recompute}
     if recompute:
         parts["recompute"] = recompute
     for dim, (before, after) in zip(dims, itertools.pairwise(passes)):
         parts[EXPOSED + dim] = before - after
-    parts |= {part: median(rounds, "whole", part) for part in ("optimizer", before_step)}
+    for part in ("optimizer", before_step):
+        parts[part] = median(rounds, "whole", part)
     parts["other"] = median(rounds, "whole", "step") - sum(parts.values())
     return parts
 
@@ -250,9 +260,11 @@ def report(
     parts = parts_of_step(rounds, dims_of(world), training.before_step)
     own = [*parts.values(), *quartiles(rounds["whole"]["step"])]
     *of_parts, lower, step, upper = world.all_gather_scalars(own).mean(0).tolist()
-    parts, speed = dict(zip(parts, of_parts)), work.batch * work.seq_len / step
+    parts = dict(zip(parts, of_parts))
+    speed = work.batch * work.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if work.on_gpu else None
-    mfu = peak and flops_per_token(work.model, work.seq_len) * speed / (peak * world.size)
+    flops = flops_per_token(work.model, work.seq_len) * speed
+    mfu = flops / (peak * world.size) if peak else None
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
     compiler = torch._dynamo.utils.counters
     facts = Facts(
@@ -266,10 +278,9 @@ def report(
         mfu=mfu,
     )
     memory = memory | {"predicted peak": holds(work)["peak"]}
-    times = [
-        [part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"]
-        for part, seconds in (parts | {"the step": step}).items()
-    ]
+    times = []
+    for part, seconds in (parts | {"the step": step}).items():
+        times.append([part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"])
     held = [[kind, megabytes(nbytes)] for kind, nbytes in memory.items()]
     sender = "each rank" if parallel.pp == 1 else "rank 0"
     notes = [
@@ -277,18 +288,20 @@ def report(
         prediction_note(),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         describe_bubble(parallel, work.microbatches) if parallel.pp > 1 else "",
-        f"{compiler['stats']['unique_graphs']} graph(s) compiled, {facts.graph_breaks} graph "
-        "break(s)"
-        if parallel.compile
-        else "blocks are not compiled",
     ]
+    if parallel.compile:
+        graphs = compiler["stats"]["unique_graphs"]
+        notes.append(f"{graphs} graph(s) compiled, {facts.graph_breaks} graph break(s)")
+    else:
+        notes.append("blocks are not compiled")
     if parallel.checkpointing != "none" and "recompute" not in parts:
         notes.append("recompute is compiled into backward")
     if min(facts.shares.values()) < -0.05:
         notes.append("these times are too noisy: use a quieter machine or more --repeats")
+    mfu_in_words = "unknown" if mfu is None else percent(mfu)
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
-        f"MFU {'unknown' if mfu is None else percent(mfu)}",
+        f"MFU {mfu_in_words}",
         "",
         *markdown_table(["part", "seconds", "share"], times),
         "",
@@ -306,7 +319,8 @@ def report(
 def describe_bubble(parallel: ParallelConfig, microbatches: int) -> str:
     """Return in words how long ranks of a pipeline would wait if all stages took equally long and
     messages no time. What they wait in fact is in the table, as exposed communication over pp."""
-    p, stages = parallel, parallel.pp * parallel.stages_per_rank
+    p = parallel
     schedule = schedules.make_schedule(p.schedule, p.pp, microbatches, p.stages_per_rank)
-    share = schedules.bubble(schedules.check_schedule(schedule, microbatches, stages))
+    timeline = schedules.check_schedule(schedule, microbatches, p.pp * p.stages_per_rank)
+    share = schedules.bubble(timeline)
     return f"of forward and backward, ranks wait for other stages {share:.1%} by the schedule alone"

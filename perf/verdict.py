@@ -56,7 +56,10 @@ class Facts:
         if "dp" in changes:
             parallel = with_mesh_sizes(parallel, parallel.size, self.per_node)
         work = replace(self.work, parallel=parallel)
-        if refusal(work) or (peak := holds(work)["peak"]) >= self.usable_memory:
+        if refusal(work):
+            return ""
+        peak = holds(work)["peak"]
+        if peak >= self.usable_memory:
             return ""
         return f"fits: {peak / 1e9:.3g} of {self.usable_memory / 1e9:.3g} GB"
 
@@ -118,30 +121,41 @@ def percent(share: float) -> str:
 
 
 def shard_levers(facts: Facts) -> list[str]:
-    parallel, work, levers = facts.parallel, facts.work, []
+    parallel = facts.parallel
+    work = facts.work
+    levers = []
+
+    def suggest(lever: str, **changes) -> bool:
+        """Add a lever if the step fits in memory with it; return whether it does."""
+        note = facts.fit_note(**changes)
+        if note:
+            levers.append(f"{lever} {note}")
+        return bool(note)
+
     data_ranks = parallel.replicate * parallel.shard
     in_node = data_ranks_in_node(data_ranks, parallel.tp, facts.per_node)
     crosses = facts.crosses_nodes("shard")
-    if crosses and in_node > 1 and (note := facts.fit_note(dp="hsdp")):
+    if crosses and in_node > 1:
         has_shard_flag = STRATEGIES[parallel.dp].copy_spans == "node"
         flag = f"--shard {in_node}" if has_shard_flag else "--dp hsdp"
-        levers.append(f"{flag} keeps them within nodes, and {note}")
+        suggest(f"{flag} keeps them within nodes, and", dp="hsdp")
     only_replicate_crosses = facts.crosses_nodes("replicate") and not crosses
-    may_copy = not parallel.offload and not only_replicate_crosses
-    if may_copy and (note := facts.fit_note(dp="ddp", reshard="weights")):
-        levers.append(f"--dp ddp sends only gradients, and a whole copy {note}")
+    if not parallel.offload and not only_replicate_crosses:
+        lever = "--dp ddp sends only gradients, and a whole copy"
+        suggest(lever, dp="ddp", reshard="weights")
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
-    if frozen and parallel.reshard != "adapters" and (note := facts.fit_note(reshard="adapters")):
-        levers.append(f"--reshard adapters keeps the frozen weights on each rank, and {note}")
-    if work.microbatches > 1:
-        if parallel.reshard in ("weights", "all") and (note := facts.fit_note(reshard="none")):
-            levers.append(f"--reshard none all-gathers once a step, and {note}")
-        elif parallel.reshard != "none":
+    if frozen and parallel.reshard != "adapters":
+        lever = "--reshard adapters keeps the frozen weights on each rank, and"
+        suggest(lever, reshard="adapters")
+    if work.microbatches > 1 and parallel.reshard != "none":
+        lever = "--reshard none all-gathers once a step, and"
+        if parallel.reshard == "adapters" or not suggest(lever, reshard="none"):
             levers.append("a larger --microbatch, if memory allows, all-gathers weights less often")
     return levers or ["a larger --batch computes more for the same payload"]
 
 
 def optimizer_lever(facts: Facts) -> str:
-    if facts.parallel.offload and (note := facts.fit_note()):
+    note = facts.fit_note() if facts.parallel.offload else ""
+    if note:
         return f"without --offload it runs on the GPU, and a step {note}"
     return "a larger --batch updates less often"

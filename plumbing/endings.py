@@ -40,15 +40,17 @@ def end(code: int, message: str, show: bool) -> None:
 def report(message: str) -> None:
     """Leave a message for torchrun, whose report of failed ranks is the last that is printed; ""
     takes it back."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        if not message:
-            os.remove(path)
-            return
-        import json  # not above: the handler of Ctrl-C is to be there soon
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    if not message:
+        os.remove(path)
+        return
+    import json  # not above: the handler of Ctrl-C is to be there soon
 
-        content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": content}, file)
+    content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": content}, file)
 
 
 @contextlib.contextmanager
@@ -72,8 +74,10 @@ def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
     `with` block. A second SIGINT ends it after all. `time_limit`, in seconds since this process
     has started, sends SIGALRM; 0 is none."""
     received.clear()
-    ignored = {n for n in SAVING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN}  # as by nohup
-    before = {n: signal.signal(n, _collect) for n in SAVING_SIGNALS if n not in ignored}
+    before = {}
+    for number in SAVING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+            before[number] = signal.signal(number, _collect)
     if time_limit:
         left = time_limit - (time.monotonic() - _started)
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
@@ -123,13 +127,16 @@ def _leave_to_thread(number: int, frame) -> None:
 def _watch(signals: int) -> None:
     told = False
     while True:
-        for number in os.read(signals, 64) if select.select([signals], [], [], 1)[0] else b"":
+        readable, _, _ = select.select([signals], [], [], 1)
+        numbers = os.read(signals, 64) if readable else b""
+        for number in numbers:
             handler = signal.getsignal(number)
             ours = handler is _leave_to_thread or _left_to_thread.is_set()
             if number == signal.SIGINT and ours:
                 end_interrupted()
             if handler is _collect and not told and _is_rank_zero():
-                told, name = True, signal.Signals(number).name.replace("SIGALRM", "--time-limit")
+                told = True
+                name = signal.Signals(number).name.replace("SIGALRM", "--time-limit")
                 with contextlib.suppress(OSError):  # the terminal may have been closed
                     os.write(2, f"{name}: this step ends, then a checkpoint is saved\n".encode())
         end_if_orphaned()

@@ -143,8 +143,8 @@ def register_gloo(address: str | None) -> None:
     def one_thread_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta):
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
-        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        devices = [gloo.create_device(interface=name) for name in interfaces]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        devices = [gloo.create_device(interface=name) for name in interfaces if name]
         if not devices and address:
             devices = [gloo.create_device(hostname=address)]
         options._devices = devices or [gloo.create_default_device()]

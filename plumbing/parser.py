@@ -72,7 +72,8 @@ def nonnegative_float(text: str) -> float:
 
 def positive_float(text: str) -> float:
     """Argument type: a finite number above 0."""
-    if not (number := nonnegative_float(text)):
+    number = nonnegative_float(text)
+    if not number:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
     return number
 
