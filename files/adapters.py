@@ -27,6 +27,8 @@ from techniques.nf4 import rounded
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
+# Parts of names that wrappers add, and that say nothing of a tensor.
+WRAPPERS = "default module _orig_mod _fsdp_wrapped_module _checkpoint_wrapped_module".split()
 # The accepted values of settings in adapter_config.json. Most of these settings belong to features
 # that lora.py does not have, and must be off.
 ACCEPTED = dict(
@@ -57,6 +59,20 @@ def peft_name(name: str) -> str:
     except UserError as error:
         advice = f"leave {matrix.split('.')[-1]} out of --targets"
         raise UserError(f"{error}, so no file holds its adapter: {advice}")
+
+
+def canonical_name(name: str) -> str:
+    """Return PEFT's name of a tensor that was saved with other parts around it: without PEFT's own,
+    or with those that torch.compile, DDP, FSDP, checkpointing or PEFT's models in memory add.
+
+    model.layers.3.self_attn.q_proj.lora_A.default.weight ->
+    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if "layers" in parts:
+        layers = parts.index("layers")
+        if set(parts[:layers]) <= {"base_model", "model"}:
+            parts[:layers] = ["base_model", "model", "model"]
+    return ".".join(parts).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def _peft_target(target: str) -> str:
@@ -129,7 +145,12 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     if not path.is_file() or not file.is_file():
         raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
     content = JsonFile(path)
-    found = open_safetensors(file)
+    found: Weights = {}
+    for stored_as, tensor in open_safetensors(file).items():
+        name = canonical_name(stored_as)
+        if name in found:
+            raise UserError(f"{file} has {name} by two names, one of which is {stored_as}")
+        found[name] = tensor
     for key, values in ACCEPTED.items():
         value = content.get(key, values[0])
         if value not in values:

@@ -230,14 +230,17 @@ def hf_config(directory: Path) -> LlamaConfig:
     Raises UserError for models other than Llama, and for variants that model.py does not have."""
     path = directory / "config.json"
     content = JsonFile(path)
+    if content.get("num_key_value_heads", 0) is None:
+        content["num_key_value_heads"] = content.get("num_attention_heads")
     for key in [key for key, value in content.items() if value is None]:
-        del content[key]  # a null is a missing field
+        del content[key]  # any other null is a missing field
     # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
     # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    if (kind := content.checked("model_type", content["model_type"], str)) not in published.MODELS:
+    kind = content.checked("model_type", content["model_type"], str)
+    if kind not in published.MODELS:
         known = ", ".join(published.MODELS)
         raise UserError(f"{path} has model_type {kind}: only {known} work here")
     small, _ = published.MODELS[kind]
@@ -249,22 +252,24 @@ def hf_config(directory: Path) -> LlamaConfig:
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
     supported |= published.SUPPORTED.get(kind, {})
-    defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
-    defaults["num_key_value_heads"] = content.get("num_attention_heads")
-    defaults |= {old: content[new] for new, old in published.RENAMED.items() if new in content}
+    defaults = {"tie_word_embeddings": False, "num_key_value_heads": content["num_attention_heads"]}
+    defaults |= SUPPORTED | published.DEFAULTS[kind]
+    for new, old in published.RENAMED.items():
+        if new in content:
+            defaults[old] = content[new]
+    original = "original_max_position_embeddings"
+    if original in content:  # which transformers prefers to the one among RoPE's fields
+        rope = rope | {original: content[original]}
     content.update(defaults | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
-    width = content.get("head_dim")  # not in every Llama's
-    config = llama_config(
-        content,
-        rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
-        qk_norm=small.qk_norm,
-        qkv_bias=small.qkv_bias,
-        **({} if width is None else {"head_dim": width}),
-        **{name: content[key] for name, key in fields.items()},
-    )
+    values = {name: content[key] for name, key in fields.items()}
+    if "head_dim" in content:
+        values["head_dim"] = content["head_dim"]
+    if rope_type == "llama3":
+        values["rope_scaling"] = rope.get("factor")
+    config = llama_config(content, qk_norm=small.qk_norm, qkv_bias=small.qkv_bias, **values)
     return replace(config, balance=small.balance)
 
 

@@ -58,6 +58,24 @@ FIELDS = {  # LlamaConfig's fields -> those of config.json, beside formats.HF_FI
     "qwen3_moe": USED | dict(n_experts="num_experts", ffn_dim="moe_intermediate_size"),
 }
 RENAMED = {"num_local_experts": "num_experts"}  # as transformers 5 writes Qwen's
+# What transformers takes where a config.json lacks a field. Any other field has to be there.
+DEFAULTS = {
+    "llama": dict(rope_theta=1e4, rms_norm_eps=1e-6),  # and as many key/value heads as query heads
+    "qwen2": dict(rope_theta=1e4, rms_norm_eps=1e-6, num_key_value_heads=32),
+    "qwen3": dict(rope_theta=1e4, rms_norm_eps=1e-6, num_key_value_heads=32, head_dim=128),
+    "mixtral": dict(
+        rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2
+    ),
+    "qwen3_moe": dict(
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        num_key_value_heads=4,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+}
 # The only values that work here: all blocks have experts, whose K weights add up to 1.
 SUPPORTED = {
     "mixtral": dict(sliding_window=None),

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import transformers
 from conftest import hugging_face_model, succeed
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from checkpoint import export_weights, import_weights, write_checkpoint
 from files import formats
@@ -125,6 +126,44 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
         content["torch_dtype"] = content.pop("dtype")
         (theirs / "config.json").write_text(json.dumps(content))
         assert formats.hf_config(theirs) == config
+
+
+def without(fields: dict, name: str) -> dict:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+@pytest.mark.parametrize("config", [PLAIN, SCALED, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE])
+def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
+    """Each field of config.json is left out in turn, or null: as transformers 5 writes it, and with
+    fields for RoPE as transformers 4 did."""
+    config = replace(config, rope_theta=3e4, norm_eps=3e-4)  # no model's defaults
+    transformers_model(config).save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    rope = new["rope_parameters"]
+    old = without(new, "rope_parameters") | {"rope_theta": 3e4, "head_dim": config.head_dim}
+    if config.rope_scaling != 1:
+        old["rope_scaling"] = without(rope, "rope_theta")
+    changed = [old | {key: None} for key in old]
+    changed += [new | {"rope_parameters": without(rope, key)} for key in rope]
+    changed += [old | {"original_max_position_embeddings": 4096}]
+    for written in (new, old):
+        changed += [without(written, key) for key in written]
+    loaded, n = {}, 0  # transformers' configuration -> ours, with which it computes the same
+    for content in changed:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        try:
+            model = load_pretrained(tmp_path)
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+            fields = str({key: v for key, v in theirs.items() if not key.endswith("_id")})
+            if fields not in loaded:
+                reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        except (UserError, ValueError, TypeError, StrictDataclassFieldValidationError):
+            continue  # one of us does not load it
+        if fields not in loaded:
+            logits_agree(model, reference)
+        assert model.config == loaded.setdefault(fields, model.config)
+        n += 1
+    assert len(loaded) > 3 and n > len(changed) / 3
 
 
 # ------------------------------------------------------------------------------------------ Meta

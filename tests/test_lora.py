@@ -1,6 +1,7 @@
 """lora.py, files/adapters.py against adapters added by hand, and against PEFT."""
 
 import json
+import re
 import warnings
 from dataclasses import replace
 
@@ -239,6 +240,54 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, name):
     save_safetensors(tmp_path / PEFT_FILES[1], change(copies), {})
     with pytest.raises(UserError, match=says):
         load_adapter(Llama(CONFIG), tmp_path)
+
+
+SAVED = {  # how a file's names differ from those of save_pretrained
+    "without PEFT's": lambda name: name.removeprefix("base_model.model."),
+    "in memory": lambda name: re.sub(r"(lora_.)\.weight$|(_vector)$", r"\1\2.default.weight", name),
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled within": lambda name: name.replace("model.layers", "_orig_mod.layers"),
+    "DDP": lambda name: f"module.{name}",
+    "all": lambda name: f"module._orig_mod.{name}".replace("base_model.model.", ""),
+    "recomputed": lambda name: name.replace(".self_attn", "._checkpoint_wrapped_module.self_attn"),
+}
+
+
+@pytest.mark.parametrize("lora", [LoRA(), LoRA(dora=True)], ids=["lora", "dora"])
+@pytest.mark.parametrize("name", SAVED)
+def test_names_with_other_parts_are_read(tmp_path, name, lora):
+    """As of a state_dict, compiled or wrapped. In PEFT's memory, too, names have `default`."""
+    model = adapted(CONFIG, lora)
+    save(tmp_path, model, lora)
+    _, expected = open_adapter(tmp_path, CONFIG)
+    expected = {name: factor.read().clone() for name, factor in expected.items()}
+    found = open_safetensors(tmp_path / PEFT_FILES[1])
+    # Copies, since writing the file invalidates what was read from it.
+    copies = {name: StoredTensor.of(t.read().clone()) for name, t in found.items()}
+    renamed = {SAVED[name](n): tensor for n, tensor in copies.items()}
+    assert renamed.keys() != copies.keys()
+    save_safetensors(tmp_path / PEFT_FILES[1], renamed, {})
+    _, read = open_adapter(tmp_path, CONFIG)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[n].read(), factor) for n, factor in expected.items())
+    save_safetensors(tmp_path / PEFT_FILES[1], copies | renamed, {})
+    with pytest.raises(UserError, match="by two names, one of which is"):
+        open_adapter(tmp_path, CONFIG)
+
+
+def test_names_in_pefts_memory(tmp_path):
+    peft = pytest.importorskip("peft")
+    plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
+    config = peft.LoraConfig(
+        r=3, target_modules="all-linear", init_lora_weights=False, use_dora=True
+    )
+    theirs = peft.get_peft_model(base_in_transformers(tmp_path / "base", plain), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    state = {n: StoredTensor.of(t) for n, t in theirs.state_dict().items() if "lora_" in n}
+    assert all("default" in name for name in state)
+    save_safetensors(tmp_path / "adapter" / PEFT_FILES[1], state, {})
+    load_adapter(plain, tmp_path / "adapter")
+    torch.testing.assert_close(plain.eval()(TOKENS), theirs(TOKENS).logits)
 
 
 @pytest.mark.parametrize("key, value", [
