@@ -21,7 +21,7 @@ ROUNDED = (
     "torch.full, zeros, ones and tensor make float32 if no dtype is given."
 )
 RANK_0 = "Rank 0 alone has what is right, and every rank needs it."
-# What all of it is multiplied by, as a power of the number of ranks, or as a number -> the sentence.
+# A power of the number of ranks, or a number, that all of it is multiplied by -> the sentence.
 OF_RANKS = {
     1: "All of it is {size} times as large as it should be, and there are {size} ranks. Is a sum "
     "over the ranks left where an average is wanted, or the same gradient added up once for each?",
@@ -183,8 +183,11 @@ def sentence_of(factor: float, size: int) -> str:
     return ""
 
 
-def numbers(name: str, found: list[float], expected: list[float] | float) -> Property:
-    """Return whether each rank has the number that is expected there."""
+def numbers(
+    name: str, found: list[float], expected: list[float] | float, otherwise: str = ""
+) -> Property:
+    """Return whether each rank has the number that is expected there. `otherwise` is the sentence
+    for numbers that no known mistake gives."""
     expected = expected if isinstance(expected, list) else [expected] * len(found)
     wrong = [rank for rank, value in enumerate(found) if not same(value, expected[rank])]
     if not wrong:
@@ -193,7 +196,7 @@ def numbers(name: str, found: list[float], expected: list[float] | float) -> Pro
     text = f"{one:.10g} on rank {wrong[0]}, and {other:.10g} in one process"
     apart = max(abs(a - b) / abs(b) if b else math.inf for a, b in zip(found, expected))
     is_rounded = min(NEAR) < apart < max(NEAR)
-    return Property(name, text, False, ROUNDED if is_rounded else "", found)
+    return Property(name, text, False, ROUNDED if is_rounded else otherwise, found)
 
 
 def fingerprint(found: object) -> list[float]:
@@ -208,14 +211,13 @@ def fingerprint(found: object) -> list[float]:
 
 def known_sentence(known: Path, size: int, wrong: Property) -> str:
     """Return the sentence of the wrong answer in known.json that gives what was found on `size`
-    ranks; "" if none does."""
+    ranks; "" if none does. Where several do, nothing shows which it is, and all are returned."""
     if wrong.found is None or not known.exists():
         return ""
     ours = size, wrong.name, *fingerprint(wrong.found)
-    for sentence, of_it in json.loads(known.read_text()).items():
-        if any(is_known(ours, theirs) for theirs in of_it):
-            return sentence
-    return ""
+    sentences = [sentence for sentence, of_it in json.loads(known.read_text()).items()
+                 if any(is_known(ours, theirs) for theirs in of_it)]  # fmt: skip
+    return " Or: ".join(sentences)
 
 
 def is_known(ours: tuple, theirs: list) -> bool:
