@@ -14,7 +14,7 @@ torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finet
                             these scripts
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
-                            first differs
+                            first differs, and exit code 1
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 """
@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import finetune_lora
 import preferences
@@ -58,6 +59,7 @@ from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 from techniques.optimizers import make_optimizer
 
+DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
 
 # fmt: off
@@ -260,7 +262,7 @@ def equal(args: argparse.Namespace) -> str:
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     first = compare_steps(job.whole.config, job.initialize, *batches, world, accumulate, update)
-    return f"the steps differ {first}" if first else "the steps are equal"
+    return f"{DIFFER} {first}" if first else "the steps are equal"
 
 
 def plan(args: argparse.Namespace) -> str:
@@ -323,7 +325,13 @@ def main() -> None:
         add_flags(subparsers.add_parser(name, allow_abbrev=False))
     args = parser.parse_args()
     _, measure = COMMANDS[args.command]
-    print_rank_zero(measure(args))
+    text = measure(args)
+    print_rank_zero(text)
+    if text.startswith(DIFFER):
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.barrier()  # torchrun ends all ranks when the first has failed: rank 0 has printed
+        plumbing.endings.end(1, text, show=False)
 
 
 if __name__ == "__main__":
