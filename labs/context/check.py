@@ -39,6 +39,15 @@ HINTS = (
 ERRORS = {"Mismatch in shape": "The output of attention has the shape of q."}
 B, H, KV, E = 2, 10, 2, 6
 CHUNK = 5  # tokens; a sequence has two chunks for each rank
+# Calls with the same tensors -> what q is multiplied by before, and whether rank 0's tokens have no
+# loss. In the last one exp of the scores is infinite.
+CALLS = {"first": (1, False), "again": (1, True), "large": (1000, False)}
+MISTAKES = {
+    "again": "The second call with the same tensors is not right, in which the outputs of rank 0 "
+    "have no gradient. Hooks stay on tensors. And a rank takes part in backward whatever it has.",
+    "large": "exp of a large score is infinite: subtract the largest of a query first, or use "
+    "scaled_dot_product_attention.",
+}
 
 
 def inputs(seed: int, size: int) -> tuple[list[Tensor], Tensor]:
@@ -89,10 +98,21 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         out = check_returned(attention(*own), Tensor, "the output of attention, a tensor")
     with Counted(None) as backward:
         out.backward(grad[:, :, positions])
+    gradients, more = dict(zip("qkv", (tensor.grad for tensor in own))), {}
+    for name in ("again", "large"):
+        factor, is_idle = CALLS[name]
+        own[0].data.mul_(factor)
+        for tensor in own:
+            tensor.grad = None
+        again = attention(*own)
+        again.backward(grad[:, :, positions] * (0 if is_idle and rank == 0 else 1))
+        of_tensors = dict(zip("qkv", (tensor.grad for tensor in own)))
+        more[name] = {"out": again.detach()} | of_tensors
     return {
         "positions": of_ranks[rank],
         "out": out.detach(),
-        "gradients": dict(zip("qkv", (tensor.grad for tensor in own))),
+        "gradients": gradients,
+        "more": more,
         "forward": forward.sent,
         "backward": backward.sent,
         "pairs": round(computed.pairs),
@@ -131,6 +151,18 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     gradients = [{name: tensor.grad[:, :, own] for name, tensor in zip("qkv", whole)}
                  for own in positions]  # fmt: skip
     yield compare.tensors("gradients", results["gradients"], gradients)
+    for name, mistake in MISTAKES.items():
+        factor, is_idle = CALLS[name]
+        q, k, v = (tensor.detach().clone().requires_grad_() for tensor in whole)
+        q.data.mul_(factor)
+        of_out = grad.clone()
+        of_out[:, :, positions[0]] *= 0 if is_idle else 1
+        out = attend(q, k, v)
+        out.backward(of_out)
+        tensors = {"out": out.detach()} | dict(zip("qkv", (q.grad, k.grad, v.grad)))
+        wanted = [{key: tensor[:, :, own] for key, tensor in tensors.items()} for own in positions]
+        found = [of_rank[name] for of_rank in results["more"]]
+        yield compare.tensors(name, found, wanted, otherwise=mistake)
     for name in ("forward", "backward"):
         yield check_bytes(name, results[name], k.nbytes + v.nbytes)
     yield check_pairs(results["pairs"], T, positions)

@@ -28,8 +28,8 @@ HINTS = (
     "gathers again, takes two products, and reduce-scatters the padded gradient.",
 )
 # A stack of matrices, which weigh more than the few tokens that pass through. Neither 3 nor 4 ranks
-# divide their rows; of the last one's, the last of 4 ranks has none.
-WIDTHS = [50, 97] * 6 + [50, 5]
+# divide their rows; the last one has a single row, so that all ranks but the first have none.
+WIDTHS = [50, 97] * 6 + [50, 1]
 NAMES = "x", *(f"matrix {i}" for i in range(len(WIDTHS) - 1))
 TOKENS = 5  # of a rank
 # Bytes that may be kept from forward to backward: the outputs of tanh, which are the next inputs,
@@ -37,6 +37,10 @@ TOKENS = 5  # of a rank
 LIMIT = sum(TOKENS * width * 8 for width in [*WIDTHS[1:], 97])
 WHOLE = sum(out * width * 8 for out, width in zip(WIDTHS[1:], WIDTHS))
 UNEVEN = "The last ranks have fewer rows, and collectives take as much of each rank: pad them."
+AGAIN = (
+    "The first run is right, and the second with the same rows is not, in which rank 0 has no "
+    "tokens: it still lends its rows, and needs their gradient. And hooks stay on rows."
+)
 ERRORS = {
     "invalid tensor size": UNEVEN,
     "outputShape": UNEVEN,
@@ -60,7 +64,8 @@ def input_of(seed: int, rank: int) -> Tensor:
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    """Run forward and backward of the stack, sharded. Return gradients, what was sent and held."""
+    """Run forward and backward of the stack, sharded, and again where rank 0 has no tokens. Return
+    outputs and gradients, and of the first run what was sent and held."""
     slices = [rows_of(weight, rank, size).clone().requires_grad_() for weight in matrices(seed)]
     x = input_of(seed, rank).requires_grad_()
     sharded_linear = load()
@@ -74,27 +79,49 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             if (kept := live.now - held) > LIMIT:
                 time.sleep(0.01)
         (out**2).sum().backward()
-    gradients = dict(zip(NAMES, (t.grad for t in (x, *slices))))
-    sent = compare.by_kind(counted.sent)
-    return {"out": out.detach(), "gradients": gradients, "sent": sent, "kept": kept}
+    found = {"out": [out.detach()], "gradients": [gradients_of(x, slices)], "kept": kept}
+    found["sent"] = compare.by_kind(counted.sent)
+    for tensor in (x, *slices):
+        tensor.grad = None
+    out = x = x.detach()[tokens_of(rank, is_again=True)].requires_grad_()
+    for rows, width in zip(slices, WIDTHS[1:]):
+        out = torch.tanh(sharded_linear(out, rows, width))
+    (out**2).sum().backward()
+    found["out"].append(out.detach())
+    found["gradients"].append(gradients_of(x, slices))
+    return found
 
 
-def reference(seed: int, size: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def tokens_of(rank: int, is_again: bool) -> slice:
+    """Return which of its tokens a rank has: in the second run, rank 0 has none."""
+    return slice(0 if is_again and rank == 0 else TOKENS)
+
+
+def gradients_of(x: Tensor, slices: list[Tensor]) -> dict[str, Tensor | None]:
+    return dict(zip(NAMES, (tensor.grad for tensor in (x, *slices))))
+
+
+def reference(seed: int, size: int, is_again: bool) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Return the outputs and gradients of each rank, from one process that has all tokens."""
     weights = [weight.requires_grad_() for weight in matrices(seed)]
-    out = x = torch.cat([input_of(seed, rank) for rank in range(size)]).requires_grad_()
+    of_ranks = [input_of(seed, rank)[tokens_of(rank, is_again)] for rank in range(size)]
+    counts = list(map(len, of_ranks))
+    out = x = torch.cat(of_ranks).requires_grad_()
     for weight in weights:
         out = torch.tanh(out @ weight.T)
     (out**2).sum().backward()
-    of_ranks = [(x.grad.chunk(size)[rank], *(rows_of(w.grad, rank, size) for w in weights))
-                for rank in range(size)]  # fmt: skip
-    return list(out.detach().chunk(size)), [dict(zip(NAMES, own)) for own in of_ranks]
+    of_ranks = [(of_x, *(rows_of(w.grad, rank, size) for w in weights))
+                for rank, of_x in enumerate(x.grad.split(counts))]  # fmt: skip
+    return list(out.detach().split(counts)), [dict(zip(NAMES, own)) for own in of_ranks]
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    outputs, gradients = reference(seed, size)
-    yield compare.tensors("output", results["out"], outputs)
-    yield compare.tensors("gradients", results["gradients"], gradients)
+    for run, (when, mistake) in enumerate({"": "", " again": AGAIN}.items()):
+        outputs, gradients = reference(seed, size, is_again=run == 1)
+        found = [of_rank[run] for of_rank in results["out"]]
+        yield compare.tensors(f"output{when}", found, outputs, otherwise=mistake)
+        found = [of_rank[run] for of_rank in results["gradients"]]
+        yield compare.tensors(f"gradients{when}", found, gradients, otherwise=mistake)
     kept = results["kept"]
     mistakes = {
         "The whole matrix is kept from forward to backward, in every layer: that is what "

@@ -56,10 +56,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         rows = check_returned(shard(weight), Tensor, "the rows of a rank from shard, a tensor")
     del weight  # from here on it lives only if the student keeps it
     kept = live.now
+    gather(rows)
+    rows += 1  # an update
     with Counted(None) as gathered:
-        whole = gather(rows + 1)  # as after an update
+        whole = gather(rows)
     with Counted(None) as reduced:
         total = reduce(gradient)
+    again = reduce(gradient * (rank > 0))  # as of a rank that has no tokens
     # Which rows this rank has, found by asking shard for rows that name themselves.
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))
     return {
@@ -67,6 +70,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "kept": kept,
         "whole": whole,
         "sum": total,
+        "again": again,
         "gather": gathered.sent,
         "reduce": reduced.sent,
     }
@@ -75,7 +79,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
-    total = sum(tensors(seed, rank)[1] for rank in range(size))
+    total, again = (sum(tensors(seed, rank)[1] for rank in range(first, size)) for first in (0, 1))
     counts = [len(rows) for rows in results["rows"]]
     mistake = "A rank keeps as many rows as any other."
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1, mistake)
@@ -83,6 +87,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("gathered", results["whole"], weight + 1, reference)
     wanted = [total[rows] for rows in results["rows"]]
     yield compare.tensors("gradients", results["sum"], wanted, "the sum over all ranks")
+    wanted, reference = [again[rows] for rows in results["rows"]], "where that of rank 0 is 0"
+    yield compare.tensors("gradients again", results["again"], wanted, reference)
 
     def exchanges(what: str, across: bool) -> list[str]:
         """Return each rank's collectives that cross between nodes, or do not."""

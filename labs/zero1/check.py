@@ -48,7 +48,7 @@ BROADCAST = (
 )
 # Neither 3 nor 4 ranks divide all of them, and more than half of the numbers are the embedding's.
 MATRICES = {"embedding": (101, 16), "wq": (16, 16), "w1": (24, 16), "w2": (16, 24)}
-VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
+VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,), "scale": (1,)}  # of one, most have none
 SHAPES = MATRICES | VECTORS
 P = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 DECAYS = 0.1, 0.0  # of matrices and vectors
@@ -68,7 +68,7 @@ def parameters_of(seed: int) -> tuple[dict[str, nn.Parameter], list[dict]]:
         {"params": [named[name] for name in shapes], "weight_decay": decay}
         for shapes, decay in zip((MATRICES, VECTORS), DECAYS)
     ]
-    return named, groups
+    return named, [*groups, {"params": [], "weight_decay": 0.1}]
 
 
 def gradients_of(seed: int, step: int, rank: int) -> dict[str, Tensor]:
