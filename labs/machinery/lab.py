@@ -8,7 +8,8 @@ give (known.py). Its check.py has:
     SIZES       numbers of ranks to check it on
     HINTS       three: where to look, what to count, the shape of the code; no numbers
     ABOUT, NEEDS, POINT    the lab's cells of the tables in labs/README.md
-    LEADS_TO    file and function of the project that do the same; its docstring names the lab
+    LEADS_TO    file and function of the project that do the same; its docstring names the lab. What
+                went is in "FILE of commit HASH"
     ERRORS      (may be left out) part of an exception's message -> the sentence for that mistake
     BARRED      (may be left out) "module.name" of what the function is to replace
     NEEDS_BARRIERS    (may be left out) True where a barrier is no mistake

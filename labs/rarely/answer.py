@@ -6,7 +6,7 @@ is common is the outer copy: the weights with which the last one ended. How far 
 there is its drift. DiLoCo takes the mean of the drifts for a gradient, and with it makes a step of
 SGD with Nesterov's momentum on the outer copy.
 
-Read: the formulas of torch.optim.SGD with nesterov=True, then `outer_step` in techniques/diloco.py.
+Read: the formulas of torch.optim.SGD with nesterov=True.
 """
 
 import torch

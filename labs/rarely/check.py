@@ -16,12 +16,10 @@ FUNCTION = "outer_step"
 ABOUT = "the outer step of DiLoCo, at which ranks meet that train by themselves"
 NEEDS = "`all_reduce`, Nesterov's momentum"
 POINT = "what is common to all, and what is each one's own"
-LEADS_TO = "techniques/diloco.py", "outer_step"
+LEADS_TO = "techniques/diloco.py of commit 86671ca", "outer_step"
 SIZES = 2, 3, 4
-BARRED = ("techniques.diloco.outer_step",)
 HINTS = (
-    "Look at the picture in the docstring of techniques/diloco.py: what travels, and from where is "
-    "it measured?",
+    "Look at the picture of the page: what travels, and from where is it measured?",
     "Write down which of these tensors are the same on all ranks before a meeting, and after it.",
     "One loop over the parameters; in it one all-reduce; then the formulas of SGD with Nesterov, "
     "and a copy back.",
