@@ -32,7 +32,7 @@ STEPS, LR = 5, 0.01
 
 def model_with_adapters(seed: int) -> Llama:
     model = small_model(seed)
-    add_adapters(model, LoRA(rank=3))
+    add_adapters(model, LoRA(rank=1))
     model.requires_grad_(True)
     return model
 
