@@ -39,9 +39,7 @@ HINTS = (
 ERRORS = {"Mismatch in shape": "The output of attention has the shape of q."}
 B, H, KV, E = 2, 10, 2, 6
 CHUNK = 5  # tokens; a sequence has two chunks for each rank
-# Calls with the same tensors -> what q is multiplied by before, and whether rank 0's tokens have no
-# loss. In the last one exp of the scores is infinite.
-CALLS = {"first": (1, False), "again": (1, True), "large": (1000, False)}
+LARGE = 1800  # of the scores times the root of E in the last call: their exp is infinite
 MISTAKES = {
     "again": "The second call with the same tensors is not right, in which the outputs of rank 0 "
     "have no gradient. Hooks stay on tensors. And a rank takes part in backward whatever it has.",
@@ -55,6 +53,12 @@ def inputs(seed: int, size: int) -> tuple[list[Tensor], Tensor]:
     T = 2 * size * CHUNK
     *whole, grad = drawn(seed, *((B, heads, T, E) for heads in (H, KV, KV, H)))
     return whole, grad
+
+
+def make_large(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Add the same large number to all scores, in place. The softmax stays what it was."""
+    q.data[..., 0] = 1
+    k.data[..., 0] = LARGE
 
 
 class Pairs(TorchDispatchMode):
@@ -100,12 +104,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         out.backward(grad[:, :, positions])
     gradients, more = dict(zip("qkv", (tensor.grad for tensor in own))), {}
     for name in ("again", "large"):
-        factor, is_idle = CALLS[name]
-        own[0].data.mul_(factor)
+        is_idle = name == "again" and rank == 0
+        if name == "large":
+            make_large(*own)
         for tensor in own:
             tensor.grad = None
         again = attention(*own)
-        again.backward(grad[:, :, positions] * (0 if is_idle and rank == 0 else 1))
+        again.backward(grad[:, :, positions] * (0 if is_idle else 1))
         of_tensors = dict(zip("qkv", (tensor.grad for tensor in own)))
         more[name] = {"out": again.detach()} | of_tensors
     return {
@@ -152,11 +157,12 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
                  for own in positions]  # fmt: skip
     yield compare.tensors("gradients", results["gradients"], gradients)
     for name, mistake in MISTAKES.items():
-        factor, is_idle = CALLS[name]
         q, k, v = (tensor.detach().clone().requires_grad_() for tensor in whole)
-        q.data.mul_(factor)
         of_out = grad.clone()
-        of_out[:, :, positions[0]] *= 0 if is_idle else 1
+        if name == "again":
+            of_out[:, :, positions[0]] = 0  # rank 0's tokens have no loss
+        else:
+            make_large(q, k, v)
         out = attend(q, k, v)
         out.backward(of_out)
         tensors = {"out": out.detach()} | dict(zip("qkv", (q.grad, k.grad, v.grad)))

@@ -61,7 +61,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     with Counted(None) as gathered:
         whole = gather(rows)
     with Counted(None) as reduced:
-        total = reduce(gradient)
+        total = reduce(gradient.clone())
     again = reduce(gradient * (rank > 0))  # as of a rank that has no tokens
     # Which rows this rank has, found by asking shard for rows that name themselves.
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))

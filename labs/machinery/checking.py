@@ -18,6 +18,7 @@ from labs.machinery.compare import Property
 from labs.machinery.lab import plural
 from labs.machinery.ranks import Call, Ended, busy, run_ranks
 
+NOT_WRITTEN = "not written yet"  # what is wrong with a starter
 KNOWN_SEED = 0  # with which wrong answers have been run (known.py)
 BARRIER = (
     "A barrier makes all ranks wait for the slowest, and helps nothing here: each collective waits "
@@ -62,8 +63,8 @@ def check_once(lab: str, size: int, seed: int, path: Path, held: Collection[str]
     ranks = f"{size} rank{'s' * (size > 1)}"
     head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
     if ended.error and ended.error.message.startswith("about "):
-        text = f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
-        return Report(False, [], "not written yet", f"{head}\n{text}")
+        text = f"  {NOT_WRITTEN}: {ended.error.message}, in place of line {ended.error.line}"
+        return Report(False, [], NOT_WRITTEN, f"{head}\n{text}")
     properties, shown, mistake, drawing = [], [], "", ""
     if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
         mistake, lines = differing, wrapped(differing)

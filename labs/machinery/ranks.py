@@ -203,7 +203,8 @@ def _no_breakpoint(*_) -> None:
 
 
 def _end_loop(*_) -> None:
-    raise TimeoutError(f"{LONGEST} seconds of computing: does a loop not end?")
+    seconds, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    raise TimeoutError(f"{seconds} seconds of computing: does a loop not end?")
 
 
 def _end_after(parent: int) -> None:
