@@ -166,7 +166,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None.
 
     q [B, T, H, E], k, v [B, S, KV, E] -> same shape as q. `mask` [.., T, S] may also be an object
-    that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""
+    that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp). What a
+    kernel of F.scaled_dot_product_attention does is the exercise labs/flash."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]

@@ -66,6 +66,8 @@ def test_what_is_graded_is_not_lost(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(grading, "check_guarded", check)
     files = [(who, tmp_path / f"{lab}.py", 1) for who in "ab" for lab in ("mean", "ddp")]
+    for _, file, _ in files:
+        file.write_text("")
     (grade,) = grading.grade_all(files)
     assert (grade.student, grade.lab, grade.points, grade.of) == ("a", "mean", 15, 15)
     assert limits == [("ddp", 600)] * 2 + [("mean", 600)] * 2 + [("mean", 90)] * 2

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
+from labs.machinery.lab import LargestTensor
 from labs.machinery.student import check_returned
 from model import IGNORE
 from perf.instruments import Counted, Live
@@ -101,18 +100,6 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "sent": compare.by_kind(counted.sent),
         "kept": max(kept),
     }
-
-
-class LargestTensor(TorchDispatchMode):
-    """A context that notes the shape of the largest tensor that an operator returns."""
-
-    shape = torch.Size([0])
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.shape = max([self.shape, *shapes], key=torch.Size.numel)
-        return result
 
 
 def facts(size: int) -> dict:

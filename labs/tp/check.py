@@ -45,7 +45,7 @@ FEW = (
 ERRORS = {
     "cannot be multiplied": ALIKE,
     "must match the size of tensor": ALIKE,
-    "index out of range": FEW,
+    "tuple index out of range": FEW,
     "not enough values to unpack": FEW,
 }
 HOOKED = (

@@ -37,7 +37,7 @@ UNEVEN = "Collectives take equally much of each rank, and ranks do not divide al
 ERRORS = {
     "outputShape": UNEVEN,
     "invalid tensor size": UNEVEN,
-    "out of range": "Tensor.chunk gives fewer chunks than ranks where there are too few rows: "
+    "tuple index out of range": "Tensor.chunk gives fewer chunks than ranks where there are too few rows: "
     "flatten, and pad them.",
     "a leaf Variable that requires grad": "An update is not part of the graph: write into "
     "parameter.data, or under torch.no_grad().",
