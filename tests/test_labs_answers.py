@@ -259,7 +259,7 @@ def test_right_answers_pass_beside_others(tmp_path):
 
 def compared(found: list, expected) -> str:
     """The sentence for tensors that ranks have, where others are expected."""
-    return compare.tensors("x", found, expected).mistake
+    return compare.tensors("gradients", found, expected).mistake
 
 
 def test_guesses_are_made_only_where_they_are_shown():
@@ -282,6 +282,7 @@ def test_guesses_are_made_only_where_they_are_shown():
         of_ranks = [one, two, one]
         assert says in compared([factor * tensor for tensor in of_ranks], of_ranks), factor
         assert compared([factor * one, two, one], of_ranks) == "", factor  # not all of it
+    assert compare.tensors("output", [zero] * 2, [one, two]).mistake == ""  # whatever made it so
     assert compared([4 * one] * 3, [one] * 3) == ""  # no factor that is known
     assert compared([2 * one], [one]) == ""  # there are no other ranks
     assert compared([one.float().double() * (1 + 1e-8)] * 2, [one] * 2) == compare.ROUNDED

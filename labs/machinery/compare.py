@@ -137,7 +137,9 @@ def tensors(
         factor = factor_of([one], [other])
         multiple = "no multiple of it" if factor is None else f"{factor:.10g} times as large"
         text = f"{text}; {where} is {multiple}"
-        otherwise = otherwise or shown_mistake(found, expected, keys, ranks, is_common)
+        shown = shown_mistake(found, expected, keys, ranks, is_common)
+        is_no_gradient = factor == 0 and not name.startswith("gradients")
+        otherwise = otherwise or ("" if is_no_gradient else shown)
     return Property(name, text, False, otherwise, found)
 
 

@@ -42,7 +42,8 @@ BLOCK, NF4 = nf4.BLOCK, torch.tensor(nf4.NF4, dtype=torch.float64)
 ROWS, COLUMNS = 13, 192
 # What is quantized, and the dtype in which it is asked for again.
 DTYPES = {"normal": torch.float32, "outliers, zeros": torch.float64, "zeros": torch.float64}
-DTYPES |= {"tiny": torch.float64, "huge": torch.float64}
+EXTREMES = {"tiny": 2.0**-110, "huge": 2.0**120}  # times "normal": squares are 0, or infinite
+DTYPES |= dict.fromkeys(EXTREMES, torch.float64)
 # Frozen matrices with adapters beside them. They weigh more than the few tokens that pass through.
 WIDTHS = [128, 192] * 4 + [128]
 TOKENS, RANK = 5, 3
@@ -63,7 +64,7 @@ def matrices(seed: int) -> dict[str, Tensor]:
     rough[::3, ::50] *= 40
     rough[4] = rough[5, :BLOCK] = 0
     found = {"normal": normal, "outliers, zeros": rough, "zeros": torch.zeros(ROWS, COLUMNS)}
-    found |= {"tiny": normal * 2.0**-110, "huge": normal * 2.0**120}  # squares are 0, or infinite
+    found |= {name: normal * factor for name, factor in EXTREMES.items()}
     return {name: with_exact_scales(matrix) for name, matrix in found.items()}
 
 
@@ -113,6 +114,9 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         what = "the matrix from dequantize, a tensor"
         matrix_of[name] = check_returned(dequantize(codes, scales, DTYPES[name]), Tensor, what)
         codes_of[name], scales_of[name] = codes, scales
+    extremes = {name: matrix_of.pop(name) / factor for name, factor in EXTREMES.items()}
+    for name, factor in EXTREMES.items():
+        extremes[f"scales, {name}"] = scales_of.pop(name) / factor
     scales_of["inexact"] = quantize(inexact(seed))[1]
     with Live([*frozen, *factors, x]) as live:
         before = live.now
@@ -137,6 +141,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     return {
         "again": {"output": again.detach()} | dict(zip(NAMES, (t.grad for t in (x, *factors)))),
         "matrix": matrix_of,
+        "extremes": extremes,
         "codes": codes_of,
         "scales": scales_of,
         "output": out.detach(),
@@ -160,17 +165,22 @@ def nearest(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     given = matrices(seed)
     expected = {name: nearest(matrix)[0].to(DTYPES[name]) for name, matrix in given.items()}
+    extremes = {name: expected.pop(name) / factor for name, factor in EXTREMES.items()}
     error = (expected["normal"] - given["normal"]).norm() / given["normal"].norm()
     text = f"the nearest number to each weight, {100 * error:.1f} % off"
     yield compare.tensors("matrix", results["matrix"], expected, text)
     given["inexact"] = inexact(seed)
     scales = {name: nearest(matrix)[2].float() for name, matrix in given.items()}
+    for name, factor in EXTREMES.items():
+        extremes[f"scales, {name}"] = scales.pop(name) / factor
     text = "the largest absolute value of each block"
     mistake = (
         "A scale is the largest absolute value of its block, in float32: it is not rounded, and "
         "that of zeros is 0."
     )
     yield compare.tensors("scales", results["scales"], scales, text, mistake)
+    text = "the same of matrices that are tiny and huge"
+    yield compare.tensors("extremes", results["extremes"], extremes, text)
 
     frozen, factors, x = stack(seed)
     out = run(x, factors, [partial(F.linear, weight=nearest(matrix)[0]) for matrix in frozen])

@@ -40,8 +40,8 @@ FLAT = "A transposed tensor cannot be sent, nor viewed as flat: flatten copies i
 ERRORS = {
     "view size is not compatible": FLAT,
     "has to be contiguous": FLAT,
-    "tuple index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always returns "
-    "n, and some may be empty.",
+    "tuple index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always "
+    "returns n, and some may be empty.",
     "is invalid for input of size": LEFT_OVER,
     "must match the size of tensor": "Chunks may differ in size: what arrives has the size of the "
     "chunk that the neighbour sends.",

@@ -37,8 +37,8 @@ UNEVEN = "Collectives take equally much of each rank, and ranks do not divide al
 ERRORS = {
     "outputShape": UNEVEN,
     "invalid tensor size": UNEVEN,
-    "tuple index out of range": "Tensor.chunk gives fewer chunks than ranks where there are too few rows: "
-    "flatten, and pad them.",
+    "tuple index out of range": "Tensor.chunk gives fewer chunks than ranks where there are too "
+    "few rows: flatten, and pad them.",
     "a leaf Variable that requires grad": "An update is not part of the graph: write into "
     "parameter.data, or under torch.no_grad().",
 }
