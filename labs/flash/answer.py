@@ -24,12 +24,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
     Scores may be so large that their exp is infinite.
     """
     # >>>
-    T, scale = q.shape[2], q.shape[3] ** -0.5
-    position = torch.arange(T)
-    tiles = [slice(start, min(start + tile, T)) for start in range(0, T, tile)]
+    scale = q.shape[3] ** -0.5
+    tiles = torch.arange(q.shape[2]).split(tile)  # positions
 
-    def scores(q: Tensor, k: Tensor, rows: slice, columns: slice) -> Tensor:
-        is_later = position[columns] > position[rows][:, None]
+    def scores(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        is_later = columns > rows[:, None]
         return (scale * q[:, :, rows] @ k[:, :, columns].mT).masked_fill(is_later, -torch.inf)
 
     class Flash(torch.autograd.Function):
