@@ -158,7 +158,8 @@ def watch_lab(args: argparse.Namespace) -> Iterator[str]:
 
 
 def hint(args: argparse.Namespace) -> Iterator[str]:
-    hints, state = check_of(args.lab).HINTS, read_state()
+    hints = check_of(args.lab).HINTS
+    state = read_state()
     given = state["hints"].get(args.lab, 0)
     number = min(given, len(hints) - 1)
     state["hints"][args.lab] = number + 1
@@ -183,7 +184,8 @@ def why(args: argparse.Namespace) -> Iterator[str]:
 def reset(args: argparse.Namespace) -> Iterator[str]:
     """Write the starter again. What the student wrote gets a number."""
     check_of(args.lab)
-    path, number = WORK / f"{args.lab}.py", 1
+    path = WORK / f"{args.lab}.py"
+    number = 1
     starter = starter_of(args.lab)
     WORK.mkdir(exist_ok=True)
     while (kept := path.with_suffix(f".py.{number}")).exists():

@@ -36,7 +36,8 @@ KEPT = (
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Accumulate twice over the same microbatches, and then over the first alone. Return what came
     out, and what the first call sent and held."""
-    world, model = world_of(rank, size), small_model(seed)
+    world = world_of(rank, size)
+    model = small_model(seed)
     runner = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
     parts = share(seed, rank, size).microbatches(1)
     microbatches = [part.inputs[:2] for part in parts]
@@ -85,7 +86,8 @@ def facts(size: int) -> dict:
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    model, m = small_model(seed), ROWS // size
+    model = small_model(seed)
+    m = ROWS // size
     shares = [share(seed, rank, size) for rank in range(size)]
     losses, _, gradients = zip(*(summed_gradients(model, share) for share in shares))
     yield compare.numbers("loss", results["loss"], list(losses))

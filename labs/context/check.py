@@ -108,7 +108,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         out = check_returned(attention(*own), Tensor, "the output of attention, a tensor")
     with Counted(None) as backward:
         out.backward(grad[:, :, positions])
-    gradients, more = dict(zip("qkv", (tensor.grad for tensor in own))), {}
+    gradients = dict(zip("qkv", (tensor.grad for tensor in own)))
+    more = {}
     for name in ("again", "large"):
         is_idle = name == "again" and rank == 0
         if name == "large":
@@ -201,7 +202,8 @@ def check_bytes(name: str, sent: list[dict], whole: int) -> Property:
 
 def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
     """Return whether all ranks compute about as much, and little for nothing."""
-    size, needed = len(pairs), T * (T + 1) // 2
+    size = len(pairs)
+    needed = T * (T + 1) // 2
     are_mixed = all(own.min() < T // 2 <= own.max() for own in positions)
     limit = (2 * size + 1) * CHUNK**2  # one of a rank's chunks sees r + 1, the other 2 size - r
     most = pairs.index(max(pairs))

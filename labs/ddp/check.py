@@ -50,7 +50,9 @@ HOOKED = (
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return gradients, and of the last step what was sent, and when."""
-    world, model, order = world_of(rank, size), small_model(seed), Order()
+    world = world_of(rank, size)
+    model = small_model(seed)
+    order = Order()
     gradients = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: order.events.append("ready"))
@@ -98,7 +100,8 @@ class Order(Instrument):
 
         def call(*args, **kwargs):
             self.events.append("sent")
-            work, is_over = original(*args, **kwargs), []
+            work = original(*args, **kwargs)
+            is_over = []
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             version = tensor._version
 
@@ -163,7 +166,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         if not compared.ok:
             break
     yield compared
-    early, sent = min(map(left_early, events)), counts[0]["sent"]
+    early = min(map(left_early, events))
+    sent = counts[0]["sent"]
     mistakes = {
         "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "

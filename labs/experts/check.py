@@ -69,7 +69,9 @@ def compute(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Exchange rows in all turns, with a backward after each. Return results, gradients, bytes, and
     which collectives sent them."""
-    exchange, found, kinds = load(), {"output": [], "gradients": [], "sent": 0}, set()
+    exchange = load()
+    found = {"output": [], "gradients": [], "sent": 0}
+    kinds = set()
     (weight,) = drawn(seed, (EACH * size, WIDTH, WIDTH))
     own = weight[EACH * rank :][:EACH].clone().requires_grad_()
     for turn in range(TURNS):
@@ -92,7 +94,8 @@ def expected(seed: int, size: int, turn: int) -> tuple[list[dict], list[dict]]:
     """Return the results and the gradients of each rank, by one process that has all experts."""
     (weight,) = drawn(seed, (EACH * size, WIDTH, WIDTH))
     weight.requires_grad_()
-    results, gradients = [], []
+    results = []
+    gradients = []
     for rank in range(size):
         rows, upstream, counts = rows_of(seed, size, rank, turn)
         out = compute(rows.requires_grad_(), weight, counts)

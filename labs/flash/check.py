@@ -70,7 +70,8 @@ def tensors(seed: int, name: str) -> list[Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Attend in all cases. Return what came out, and of the first case what was computed, held and
     kept."""
-    flash_attention, found = load(), {}
+    flash_attention = load()
+    found = {}
     for name in CASES:
         if name != " again":
             *given, grad = tensors(seed, name)
@@ -84,7 +85,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         ):
             before = live.now
             out = check_returned(flash_attention(*given, TILE), Tensor, "the output, a tensor")
-            kept, forward = live.now - before - out.nbytes, flops.get_total_flops()
+            kept = live.now - before - out.nbytes
+            forward = flops.get_total_flops()
             if out.requires_grad:
                 out.backward(grad)
         gradients = of_tensors(*given)

@@ -116,10 +116,12 @@ def rounded(tensor: Tensor, format: torch.dtype) -> Tensor:
 
 def layer(seed: int, size: int) -> tuple[Values, Values]:
     """Return each rank's outputs and gradients, in all cases."""
-    outputs, gradients = [{} for _ in range(size)], [{} for _ in range(size)]
+    outputs = [{} for _ in range(size)]
+    gradients = [{} for _ in range(size)]
     for case in CASES:
         x, weight, grad = tensors(seed, case)
-        g, wholes = rounded(grad, E5M2), (rounded(x, E4M3), rounded(weight, E4M3), weight)
+        g = rounded(grad, E5M2)
+        wholes = (rounded(x, E4M3), rounded(weight, E4M3), weight)
         parts = zip(*(whole.chunk(size, dim=1) for whole in wholes))
         for rank, (a, w, weight) in enumerate(parts):
             outputs[rank] |= {case: a @ w.T, f"weight, {case}": weight}

@@ -182,7 +182,8 @@ def drawn_runs(seed: int) -> list[Run]:
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[dict[int, int]]:
     """Return what the student's function says of each run."""
-    culprit, answers = load(), []
+    culprit = load()
+    answers = []
     for run in drawn_runs(seed):
         logs = [list(log) for log in run.logs]
         answer = culprit(logs)
@@ -251,7 +252,8 @@ def wrong_run(answers: list[dict], seed: int) -> tuple[Run, dict] | None:
 
 
 def properties(results: list[list[dict]], size: int, seed: int) -> Iterator[Property]:
-    answers, runs = results[0], drawn_runs(seed)
+    answers = results[0]
+    runs = drawn_runs(seed)
     wrong = wrong_run(answers, seed)
     mistake = mistake_in(*wrong) if wrong else ""
     told = [bool(found) == bool(run.truth) for run, found in zip(runs, answers)]
@@ -274,7 +276,8 @@ def picture(results: list[list[dict]], size: int, seed: int) -> str:
         if not waits:
             lines.append(f"rank {rank}  has ended, after call {len(log)}")
             continue
-        call, more = log[waits - 1], len(log) - waits
+        call = log[waits - 1]
+        more = len(log) - waits
         group = f" of ranks {', '.join(map(str, call.group))}" * (len(call.group) < len(run.logs))
         lines.append(
             f"rank {rank}  call {waits}: {call.name} {list(call.shape)}{group}, {call.where}"

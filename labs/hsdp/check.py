@@ -87,7 +87,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("gathered", results["whole"], weight + 1, reference)
     wanted = [total[rows] for rows in results["rows"]]
     yield compare.tensors("gradients", results["sum"], wanted, "the sum over all ranks")
-    wanted, reference = [again[rows] for rows in results["rows"]], "where that of rank 0 is 0"
+    wanted = [again[rows] for rows in results["rows"]]
+    reference = "where that of rank 0 is 0"
     yield compare.tensors("gradients again", results["again"], wanted, reference)
 
     def exchanges(what: str, across: bool) -> list[str]:
@@ -102,7 +103,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
     found = exchanges("gather", across=True)
     yield compare.exactly("gather crosses", found, "nothing", "{}; {} has to", mistake)
-    found, mistake = exchanges("gather", across=False), "One all-gather is enough."
+    found = exchanges("gather", across=False)
+    mistake = "One all-gather is enough."
     yield compare.exactly("gather in node", found, f"all-gather{in_node}", "{}", mistake)
     found = exchanges("reduce", across=True)
     slices = f"all-reduce of {weight.nbytes // per_node:,} bytes over {NODES[size]} ranks"
@@ -114,5 +116,6 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistake = "Within the node each rank needs its slice of the sum: one reduce-scatter."
     found = exchanges("reduce", across=False)
     yield compare.exactly("reduce in node", found, f"reduce-scatter{in_node}", "{}", mistake)
-    limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
+    limit = max(counts) * WIDTH * 8
+    text = "{:,} bytes on a rank, and may be {:,}"
     yield compare.at_most("kept", results["kept"], limit, text, VIEW)

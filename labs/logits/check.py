@@ -76,7 +76,9 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     sent."""
     both, of_cases = tensors(seed)
     both = [whole.chunk(size, 1)[rank].clone().requires_grad_() for whole in both]
-    losses, gradients, kept = [], [], []
+    losses = []
+    gradients = []
+    kept = []
     cross_entropy = load()
     for of_logits, of_targets in CASES.values():
         logits, targets = both[of_logits], of_cases[of_targets]
@@ -114,7 +116,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistakes = {"{} again": HOOKED, "{} of one": OF_ONE}
     for i, (name, (of_logits, of_targets)) in enumerate(CASES.items()):
         losses, gradients = ([of[i] for of in results[key]] for key in ("losses", "gradients"))
-        whole, targets = both[of_logits].clone().requires_grad_(), of_cases[of_targets]
+        whole = both[of_logits].clone().requires_grad_()
+        targets = of_cases[of_targets]
         right = F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
         mistake = mistakes.get(name, "")
         yield compare.numbers(name.format("loss"), losses, right.item(), mistake)

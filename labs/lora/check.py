@@ -45,7 +45,8 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return the parameters at both ends, what was sent, and what is kept."""
-    world, model = world_of(rank, size), model_with_adapters(seed)
+    world = world_of(rank, size)
+    model = model_with_adapters(seed)
     optimizer = load()(model, world.mesh["replicate"], seed + 1)
     check_returned(optimizer, torch.optim.AdamW, "an AdamW")
     start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
@@ -98,7 +99,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistake = "The base has changed: only the factors are to be trained."
     text = f"as it was, after {STEPS} steps"
     yield compare.tensors("base", results["base"], base, text, mistake)
-    right, text = train_in_one_process(seed, size), f"those of one process after {STEPS} steps"
+    right = train_in_one_process(seed, size)
+    text = f"those of one process after {STEPS} steps"
     yield compare.tensors("adapters", results["end"], right, text)
     with_gradients = max(results["with gradients"], key=len)
     yield Property(

@@ -56,7 +56,8 @@ def check_module(lab: str) -> ModuleType:
 def check_once(lab: str, size: int, seed: int, path: Path, held: Collection[str] = ()) -> Report:
     """Check a student's file once. `held` are the lines of the report that held where functions
     were not called again."""
-    module, source = check_module(lab), path.read_text().splitlines()
+    module = check_module(lab)
+    source = path.read_text().splitlines()
     started = time.monotonic()
     ended = run_student(lab, size, seed, path)
     elapsed = time.monotonic() - started
@@ -65,11 +66,16 @@ def check_once(lab: str, size: int, seed: int, path: Path, held: Collection[str]
     if ended.error and ended.error.message.startswith("about "):
         text = f"  {NOT_WRITTEN}: {ended.error.message}, in place of line {ended.error.line}"
         return Report(False, [], NOT_WRITTEN, f"{head}\n{text}")
-    properties, shown, mistake, drawing = [], [], "", ""
+    properties = []
+    shown = []
+    mistake = ""
+    drawing = ""
     if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
-        mistake, lines = differing, wrapped(differing)
+        mistake = differing
+        lines = wrapped(differing)
     elif ended.hangs:
-        mistake, lines = where_they_parted(ended), explain_hang(ended)
+        mistake = where_they_parted(ended)
+        lines = explain_hang(ended)
     elif ended.error:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:

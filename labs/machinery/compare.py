@@ -119,7 +119,8 @@ def tensors(
     if not wrong:
         return Property(name, f"{reference}, on all ranks", True)
     rank, key = wrong[0]
-    keys, ranks = {key for _, key in wrong}, {rank for rank, _ in wrong}
+    keys = {key for _, key in wrong}
+    ranks = {rank for rank, _ in wrong}
     differ = "differs" if len(keys) == 1 else "differ"
     text = f"{len(keys)} of {len(expected[0])} {differ}, on {len(ranks)} of {len(expected)} ranks"
     one, other = found[rank][key], expected[rank][key]

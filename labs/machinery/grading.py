@@ -107,7 +107,8 @@ def grade_all(submissions: list[tuple[str, Path, int]], ranks: int | None = None
     solutions = check_solutions(labs, ranks)
     left = [submission for submission in submissions if submission[1].stem in solutions]
     jobs = [job_of(file, seed, ranks, solutions[file.stem]["seconds"]) for _, file, seed in left]
-    alike, grades = alike_of(left), {}
+    alike = alike_of(left)
+    grades = {}
     try:
         # Ranks that wait leave their core to others.
         ended = check_guarded(jobs, at_once=2 * CORES)

@@ -64,7 +64,8 @@ class NotAllowed(PermissionError):
 def guard(home: Path, cpu_seconds: int) -> None:
     """From here on, let this process, a rank, have one directory, so many seconds of a core, and no
     file that is open now."""
-    refused, changes = frozenset(REFUSED), frozenset(f"os.{name}" for name in CHANGES)
+    refused = frozenset(REFUSED)
+    changes = frozenset(f"os.{name}" for name in CHANGES)
     own = os.getpid()
 
     def hook(event: str, args: tuple) -> None:
@@ -115,7 +116,8 @@ def restrict_files(home: Path) -> None:
     version = linux.syscall(create, None, 0, 1)
     if version < 1:  # it is switched off
         return
-    execute, read_file, read_directory, every = 1, 4, 8, (1 << min(12 + version, 15)) - 1
+    execute, read_file, read_directory = 1, 4, 8
+    every = (1 << min(12 + version, 15)) - 1
     attributes = struct.pack("Q", every)
     if version >= 6:
         network, signals = 0, 2  # the network is for gloo; audit hooks refuse it to the student
@@ -179,7 +181,8 @@ class Check:
 def check_guarded(jobs: list[Job], at_once: int = 1) -> Iterator[tuple[int, dict]]:
     """Check files, so many at a time. Yield the place of each in `jobs` and what was found, as they
     end."""
-    waiting, running = deque(enumerate(jobs)), {}
+    waiting = deque(enumerate(jobs))
+    running = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -211,7 +214,8 @@ def check_apart(job: Job, result: connection.Connection) -> None:
         os.dup2(output, stream)
     sys.dont_write_bytecode = True  # imports of the student's are not to write
     os.register_at_fork(after_in_child=lambda: guard(file.parent, job.cpu_seconds))
-    reports, started = [], time.monotonic()
+    reports = []
+    started = time.monotonic()
     try:
         for size in job.sizes:
             reports.append(check(job.lab, size, job.seed, file))

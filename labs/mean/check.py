@@ -41,7 +41,9 @@ ZERO = "A gradient of zeros has the norm 0, and clip / 0 is infinite: it stays a
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return what the function gave and sent, without and with clipping."""
-    world, average, found = world_of(rank, size), load(), {"loss": [], "norm": [], "gradients": []}
+    world = world_of(rank, size)
+    average = load()
+    found = {"loss": [], "norm": [], "gradients": []}
     model = small_model(seed)
     for multiple, empty in CASES:
         _, right = mean_of_all(seed, size, empty)
@@ -97,7 +99,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("gradients", gradients[PLAIN], mean)
     yield compare.numbers("loss again", losses[AGAIN], loss, HOOKED)
     yield compare.tensors("gradients again", gradients[AGAIN], mean, otherwise=HOOKED)
-    norm, clip = norm_of(mean), CASES[CLIPPED][0] * norm_of(mean)
+    norm = norm_of(mean)
+    clip = CASES[CLIPPED][0] * norm_of(mean)
     as_torch = times(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
     near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in gradients[CLIPPED])
     clipped = as_torch if near else times(mean, clip / norm)
@@ -123,7 +126,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     expected = sum(g.nbytes for g in mean.values())
     most = max(map(compare.nbytes_of, results["sent"]))
     gathered = compare.by_kind(results["sent"][0]).get("all-gather", (0, 0))
-    text, mistake = f"{most:,}; gradients have {expected:,}", ""
+    text = f"{most:,}; gradients have {expected:,}"
+    mistake = ""
     if gathered[1] >= size * expected:
         mistake = f"{compare.ALL_GATHERED} An all-reduce puts out one sum."
     yield Property("bytes a step", text, expected <= most <= expected + 64, mistake)

@@ -104,7 +104,9 @@ def run(x: Tensor, factors: list[Tensor], products: list[Callable]) -> Tensor:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Quantize matrices with the student's functions, and run a stack of them with adapters. Return
     what came out, and what was held."""
-    matrix_of, codes_of, scales_of = {}, {}, {}
+    matrix_of = {}
+    codes_of = {}
+    scales_of = {}
     frozen, factors, x = stack(seed)
     what = "three functions: quantize, dequantize and multiply"
     quantize, dequantize, multiply = check_returned(load()(), (Callable,) * 3, what)
@@ -126,7 +128,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         before = live.now
         out = run(x, factors, products)
         kept = live.now - before
-        before, alone = live.now, x * 1
+        before = live.now
+        alone = x * 1
         product = multiply(alone, *packed[0])
         del alone
         kept_for_x = live.now - before - product.nbytes
@@ -189,7 +192,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("output", results["output"], out.detach(), text)
     gradients = dict(zip(NAMES, (t.grad for t in (x, *factors))))
     yield compare.tensors("gradients", results["gradients"], gradients, text)
-    wanted, text = {"output": out.detach()} | gradients, "the same, of the same tensors"
+    wanted = {"output": out.detach()} | gradients
+    text = "the same, of the same tensors"
     yield compare.tensors("again", results["again"], wanted, text, HOOKED)
 
     (stored,), (codes,) = results["stored"], results["codes"]

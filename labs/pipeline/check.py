@@ -60,7 +60,8 @@ MISTAKES = {  # part of what check_schedule says -> what it means
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return the student's lines, split -> number of microbatches -> lines, and this rank's
     gradients of a step by them."""
-    texts, gradients = {False: {}, True: {}}, {}
+    texts = {False: {}, True: {}}
+    gradients = {}
     with patch.dict(SCHEDULES, {name: Refused(name, None) for name in SCHEDULES}):
         schedule = load()
         for split, m in product(texts, numbers(seed)):
@@ -151,7 +152,8 @@ def check_order(name: str, m: int, lines: list[str], split: bool) -> Property:
 def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
     """Return whether no rank holds more microbatches than it may."""
     schedule, _ = timed(lines, m)
-    held, ranks = [timeline.held(order) for order in schedule], len(schedule)
+    held = [timeline.held(order) for order in schedule]
+    ranks = len(schedule)
     limits = [ranks if split else ranks - rank for rank in range(ranks)]
     mistakes = {
         "A microbatch is held until its W, so a rank that puts off W holds more. The first rank "
@@ -169,8 +171,10 @@ def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
 def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
     """Return whether ranks wait no longer than they must. Each works for 3 m ticks."""
     schedule, spans = timed(lines, m)
-    end, ranks = int(max(of_rank[-1].end for of_rank in spans)), len(schedule)
-    waits, limit = end - 3 * m, (1 if split else 3) * (ranks - 1)
+    end = int(max(of_rank[-1].end for of_rank in spans))
+    ranks = len(schedule)
+    waits = end - 3 * m
+    limit = (1 if split else 3) * (ranks - 1)
     each_at_once = all(f"B{i} W{i}" in line for line in lines for i in range(m))
     mistakes = {
         "Each W comes right after its B, so none is left for the time in which a rank waits. The "

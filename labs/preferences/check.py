@@ -70,7 +70,9 @@ def microbatches_of(
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return the losses, the gradients and what was sent, in all cases."""
-    prefer, losses, gradients = load(), {}, {}
+    prefer = load()
+    losses = {}
+    gradients = {}
     for case in CASES:
         if case != AGAIN:
             microbatches = microbatches_of(seed, rank, size, case)
@@ -88,7 +90,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 
 def by_formula(seed: int, size: int, case: str) -> tuple[float, list[dict[str, Tensor]]]:
     """Return the mean loss, and each rank's gradients, an answer at a time."""
-    losses, shares = [], [microbatches_of(seed, rank, size, case) for rank in range(size)]
+    losses = []
+    shares = [microbatches_of(seed, rank, size, case) for rank in range(size)]
     for log_p, base_log_p, answers, pairs in (m for share in shares for m in share):
         for row, n in enumerate(pairs):
             for pair in range(n):

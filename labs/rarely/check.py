@@ -58,7 +58,9 @@ class Alone:
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    world, alone, outer_step = world_of(rank, size), Alone(seed, rank, size), load(overwrites=True)
+    world = world_of(rank, size)
+    alone = Alone(seed, rank, size)
+    outer_step = load(overwrites=True)
     weights = [p.detach() for p in alone.model.parameters()]
     outer = [weight.clone() for weight in weights]
     momenta = [torch.zeros_like(weight) for weight in weights]

@@ -110,7 +110,9 @@ def noted_messages() -> contextlib.AbstractContextManager:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Sum tensors of several shapes, each twice. Return the sums, what the first call of each sent,
     and how it was waited for."""
-    sums, again, sent = {}, {}, {}
+    sums = {}
+    again = {}
+    sent = {}
     with noted_messages():
         ring_all_reduce = load(overwrites=True)
         for name, tensor in inputs(seed, rank).items():
@@ -165,7 +167,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     reference = "the same sums, of the same tensors"
     yield compare.tensors("output again", results["again"], total, reference, KEPT)
     for name, tensor in plain.items():
-        count, nbytes = tensor.numel(), tensor.nbytes
+        count = tensor.numel()
+        nbytes = tensor.nbytes
         limit = 2 * (size - 1) * -(-count // size) * tensor.element_size()
         sent = [of_rank[name].get("send", (0, 0))[1] for of_rank in results["sent"]]
         mistakes = {

@@ -158,7 +158,8 @@ def distribution(ways: list[Way], large: Callable, context: list[int], length: i
 def tokens_a_call(seed: int, name: str, context: list[int]) -> float:
     """Return the largest mean number of tokens that one call of the large model allows."""
     large, draft = (model(seed, name, is_large) for is_large in (True, False))
-    mean, ahead = 1.0, CASES[name][0]
+    mean = 1.0
+    ahead = CASES[name][0]
     for drafted in range(1, ahead + 1):
         for text in product(range(V), repeat=drafted):
             accepted = torch.stack([large([*context, *text]), draft([*context, *text])]).amin(0)
@@ -176,7 +177,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         is_right = min(lengths) >= 1 and max(lengths) <= ahead + 1
         mistake = "Each call returns a token at least, and one more than was drafted at most."
         yield Property(f"tokens{name}", text, is_right, mistake)
-        found, wanted = {}, {}
+        found = {}
+        wanted = {}
         for context, ways in zip(contexts(seed), of_contexts):
             found[f"after {context}"] = distribution(ways, large, context, ahead + 1)
             empty = Way([], 1.0, (0, 0))

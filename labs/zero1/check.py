@@ -129,7 +129,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     name = f"those of one process's AdamW after {len(LRS)} steps"
     yield compare.tensors("weights", results["weights"], reference(seed, size), name)
     kept = results["kept"]
-    total, two = sum(kept), 2 * P * 8
+    total = sum(kept)
+    two = 2 * P * 8
     mistakes = {
         "Two moments of each weight have to be kept by some rank, in tensors.": total < two,
         "Each rank keeps as many bytes as both moments of all weights have: of those, it needs "
