@@ -9,6 +9,8 @@ gradient of a softmax.
 Write it with matrix products, and without scaled_dot_product_attention.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -54,14 +56,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
             q, k, v, out, logsumexp = ctx.saved_tensors
             q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
             mean = (grad * out).sum(-1, keepdim=True)  # of the gradients of a row of p
-            for i, rows in enumerate(tiles):
-                for columns in tiles[: i + 1]:
-                    p = (scores(q, k, rows, columns) - logsumexp[:, :, rows]).exp()
-                    of_p = grad[:, :, rows] @ v[:, :, columns].mT
-                    of_s = scale * p * (of_p - mean[:, :, rows])
-                    v_grad[:, :, columns] += p.mT @ grad[:, :, rows]
-                    q_grad[:, :, rows] += of_s @ k[:, :, columns]
-                    k_grad[:, :, columns] += of_s.mT @ q[:, :, rows]
+            for columns, rows in itertools.combinations_with_replacement(tiles, 2):
+                p = (scores(q, k, rows, columns) - logsumexp[:, :, rows]).exp()
+                of_p = grad[:, :, rows] @ v[:, :, columns].mT
+                of_s = scale * p * (of_p - mean[:, :, rows])
+                v_grad[:, :, columns] += p.mT @ grad[:, :, rows]
+                q_grad[:, :, rows] += of_s @ k[:, :, columns]
+                k_grad[:, :, columns] += of_s.mT @ q[:, :, rows]
             return q_grad, k_grad, v_grad
 
     return Flash.apply(q, k, v)
