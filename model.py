@@ -163,11 +163,10 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None.
+    """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None (labs/flash).
 
     q [B, T, H, E], k, v [B, S, KV, E] -> same shape as q. `mask` [.., T, S] may also be an object
-    that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp). What a
-    kernel of F.scaled_dot_product_attention does is the exercise labs/flash."""
+    that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]

@@ -57,11 +57,8 @@ def test_wrong_answers_are_named(name, tmp_path):
             numbers = [line for line in text.splitlines() if re.match(KINDS, line)]
             assert numbers and all(line.endswith("ok") for line in numbers), text
         if wrong.tells == "hangs":
-            assert (
-                "stopped: ranks wait" in text
-                and re.search(r"rank \d  call", text)
-                and ", line " in text
-            )
+            assert "stopped: ranks wait" in text
+            assert re.search(r"rank \d  (call \d+: .*, line|is in line) \d", text), text
 
 
 @pytest.mark.parametrize("line, says", [
@@ -184,7 +181,8 @@ TRIED = [
     ("logits", {"dist.all_reduce(sums)": "[dist.all_reduce(number) for number in sums.flatten()]"},
      "of all tokens at once"),
     ("fsdp", {"backward(x, rows)": "backward(x.clone(), rows)"}, "kept for nothing"),
-    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"}, "called once"),
+    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"},
+     "gather returns the weight as it was"),
     ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
     ("hsdp", {"weight = rows": 'init_device_mesh("cpu", (nodes, per_node))\n        weight = rows'},
      "makes a group in every call"),

@@ -48,7 +48,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
     accumulate = load()
     with Live(model.parameters()) as live, Counted(world) as counted:
-        loss = accumulate(runner, microbatches)
+        loss = accumulate(runner, [*microbatches])
     check_returned(loss, Tensor, "the sum of the losses, a tensor")
     found = {
         "loss": loss.item(),
@@ -61,7 +61,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
     for name, given in (("again", microbatches), ("one", microbatches[:1])):
         model.zero_grad(set_to_none=False)
-        accumulate(runner, given)
+        accumulate(runner, [*given])
         found[name] = gradients_of(model)
     if student.AGAIN and student.kept_by_call(lambda: accumulate(runner, microbatches)) > 0:
         raise student.Misuse(KEPT)
