@@ -218,8 +218,8 @@ def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
         f"Late tokens attend to more keys than early ones, so rank {most} computes "
         f"{max(pairs) / max(min(pairs), 1):.1f} times as much as another, and all wait for it. "
         f"Give each rank early and late tokens.": not are_mixed,
-        "A rank's early tokens meet as many keys as its late ones. Each chunk needs keys only up "
-        "to its own end.": True,
+        "Each chunk needs keys only up to its own end, also where a rank has an early and a late "
+        "one.": True,
     }
     text = f"{pairs} of query and key; at most {limit} on each rank"
     is_right = sum(pairs) >= needed and max(pairs) <= limit

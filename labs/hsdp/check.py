@@ -31,6 +31,7 @@ TRANSPOSED = (
     "The ranks that share one copy of the weights are in different nodes: every all-gather crosses "
     "the slow link. The mesh is transposed."
 )
+ASKED = "A node keeps each row once, and all the same the gather asks ranks of other nodes."
 FSDP = (
     "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
     "all-gathers cross the slow link."
@@ -100,7 +101,13 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         return ["; ".join(found) or "nothing" for found in of_ranks]
 
     in_node = f" of {weight.nbytes:,} bytes over {per_node} ranks"
-    mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
+    of_node = sorted(row for rows in results["rows"][:per_node] for row in rows)
+    if counts[0] * size == ROWS:
+        mistake = FSDP
+    elif of_node == [*range(ROWS)]:
+        mistake = ASKED
+    else:
+        mistake = TRANSPOSED
     found = exchanges("gather", across=True)
     yield compare.exactly("gather crosses", found, "nothing", "{}; {} has to", mistake)
     found = exchanges("gather", across=False)
@@ -108,10 +115,12 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.exactly("gather in node", found, f"all-gather{in_node}", "{}", mistake)
     found = exchanges("reduce", across=True)
     slices = f"all-reduce of {weight.nbytes // per_node:,} bytes over {NODES[size]} ranks"
-    mistake = (
-        f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
-        f"the node first."
-    )
+    mistake = "What crosses is the sum of a rank's slice: reduce-scatter within the node first."
+    if f" of {weight.nbytes:,} bytes" in compare.unexpected(found, slices):
+        mistake = (
+            f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter "
+            f"within the node first."
+        )
     yield compare.exactly("reduce crosses", found, slices, "{}", mistake)
     mistake = "Within the node each rank needs its slice of the sum: one reduce-scatter."
     found = exchanges("reduce", across=False)

@@ -179,12 +179,12 @@ def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
     mistakes = {
         "Each W comes right after its B, so none is left for the time in which a rank waits. The "
         "last ranks wait at the end: they can put W off.": split and each_at_once,
-        "A rank waits while it could compute a W, or computes a W while the rank before waits for "
-        "its B. Look at the picture: where does each rank wait?": split,
+        "Look at the picture: where does each rank wait? Could it compute a W meanwhile? Or is "
+        "there one that it computes while the rank before waits for its B?": split,
         "One microbatch is under way at a time: while it is with other ranks, this one waits. Send "
         "the next ones after it.": all(timeline.held(order) == 1 for order in schedule),
-        "A rank waits for its first backward, and it could run more forwards meanwhile: as many as "
-        "there are ranks after it.": True,
+        "Look at the picture: where does each rank wait? Before its first backward it can run as "
+        "many forwards more as there are ranks after it.": True,
     }
     text = f"{waits} of {end} ticks with {m} microbatches; {limit} cannot be avoided"
     return Property(name, text, waits <= limit or (split and m < ranks), mistakes)
