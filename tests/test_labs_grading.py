@@ -34,9 +34,9 @@ def test_a_class_is_graded(tmp_path):
     out = lab("grade", tmp_path / "class", "--class", "key", "--csv", file, timeout=600)
     rows = list(csv.DictReader(file.open()))
     right, ddp, mean = sorted(rows, key=lambda row: (row["student"], row["lab"]))
-    assert (right["passed"], right["points"], right["of"]) == ("True", "21", "21")
+    assert (right["passed"], right["points"], right["of"]) == ("True", "30", "30")
     said = "This is the mean of the ranks' means. "
-    assert mean["mistake"].startswith(said) and (mean["passed"], mean["of"]) == ("False", "21")
+    assert mean["mistake"].startswith(said) and (mean["passed"], mean["of"]) == ("False", "30")
     assert (ddp["points"], ddp["mistake"]) == ("0", "not written yet")
     for row in rows:
         assert re.search(rf"{row['student']} +{row['lab']} +{row['points']} of {row['of']}", out)
@@ -48,7 +48,7 @@ def test_a_class_is_graded(tmp_path):
     out = lab("grade", bob, "--seed", 3, "--summary", "--gradescope", file, timeout=600)
     assert re.search(rf"mean: 0 of 1 passed\n   1  {said}.*\nddp: 0 of 1 passed", out)
     test, _ = json.loads(file.read_text())["tests"]
-    assert test["name"] == "mean" and 0 < test["score"] < test["max_score"] == 21
+    assert test["name"] == "mean" and 0 < test["score"] < test["max_score"] == 30
 
 
 def test_what_is_graded_is_not_lost(tmp_path, monkeypatch, capsys):
