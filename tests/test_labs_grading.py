@@ -135,13 +135,14 @@ def handed_in(line: str, solution: str = ANSWERS["mean"]) -> str:
     return solution.replace(first, f"    {line}\n{first}")
 
 
-# What a class hands in, and what is said of it.
+# What a class hands in, and what is said of it. Whether who sleeps and computes in turn hangs or
+# takes too long depends on the machine.
 HOSTILE = {
     "right": (ANSWERS["mean"], ""),
     "copied": (ANSWERS["mean"].replace("totals", "sums").replace("# >>>", "# mine"), ""),
     "loop": (handed_in("while True: pass"), "seconds"),
     "sleeper": (handed_in("import time; time.sleep(1000)"), "does not come out of line"),
-    "waker": (handed_in("while True: __import__('time').sleep(0.2); sum(range(10**6))"), "seconds"),
+    "waker": (handed_in("while True: __import__('time').sleep(0.2); sum(range(10**6))"), ""),
     "forks": (handed_in("import os; [os.fork() for _ in range(1000)]"), "may not use os.fork"),
     "bytes": (handed_in("bytearray(20 << 30)"), "MemoryError"),
     "grows": (handed_in("[bytearray(1 << 20) for _ in range(20_000)]"), "MemoryError"),

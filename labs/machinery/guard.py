@@ -149,7 +149,7 @@ class Check:
 
     def __init__(self, job: Job):
         self.job, self.deadline = job, time.monotonic() + job.seconds
-        self.home = tempfile.TemporaryDirectory()
+        self.home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.pipe, result = FORK.Pipe(duplex=False)
         copy = Path(self.home.name).resolve() / f"{job.lab}.py"
         shutil.copyfile(job.file, copy)
@@ -172,6 +172,11 @@ class Check:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
             self.pipe.close()
+            for _ in range(20):  # a rank that is being ended may still write
+                shutil.rmtree(self.home.name, ignore_errors=True)
+                if not Path(self.home.name).exists():
+                    break
+                time.sleep(0.05)
             self.home.cleanup()
         for key in ("mistake", "text"):  # without what would act on a terminal
             found[key] = "".join(c for c in found[key] if c.isprintable() or c == "\n")
