@@ -12,7 +12,7 @@ torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finet
                             these scripts
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
-                            first differs
+                            first differs, and exit code 1
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 """
@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import finetune_lora
@@ -70,6 +71,7 @@ from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.order import Order, Steps
 
+DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
 PARALLELISM = "parallelism: only plans with the given values"
 JSON = dict(type=Path, metavar="FILE")
@@ -284,7 +286,7 @@ def equal(run: Pretraining) -> str:
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     given = whole, own, world, accumulate, update
     first = compare_steps(job.whole.config, job.initialize, *given)
-    return f"the steps differ {first}" if first else "the steps are equal"
+    return f"{DIFFER} {first}" if first else "the steps are equal"
 
 
 def plan(asked: Plan) -> str:
@@ -339,7 +341,13 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
 
 def main() -> None:
     measure, records = parse_command(sys.argv[1:])
-    print_rank_zero(measure(*records))
+    text = measure(*records)
+    print_rank_zero(text)
+    if text.startswith(DIFFER):
+        sys.stdout.flush()
+        if dist.is_initialized():
+            dist.barrier()  # torchrun ends all ranks when the first has failed: rank 0 has printed
+        plumbing.endings.end(1, text, show=False)
 
 
 if __name__ == "__main__":

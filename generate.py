@@ -90,7 +90,8 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
 
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
     the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
-    al. 2020, arXiv:1904.09751)."""
+    al. 2020, arXiv:1904.09751). labs/speculative draws from the same distribution in fewer calls of
+    the model."""
     if temperature < 1e-30:  # too small to divide by
         return logits.argmax(-1)
     scaled = logits.float() / temperature

@@ -163,7 +163,7 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None.
+    """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None (labs/flash).
 
     q [B, T, H, E], k, v [B, S, KV, E] -> same shape as q. `mask` [.., T, S] may also be an object
     that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""

@@ -190,7 +190,8 @@ def measured(directory: Path, fault: Fault, cure: str = "", repeats: int = 1) ->
 
 def base_and_chats() -> list[str]:
     """Return finetune_lora.py's flags for a small model and conversations, made if not there."""
-    base, chats = WARD / "base", WARD / "chats.jsonl"
+    base = WARD / "base"
+    chats = WARD / "chats.jsonl"
     if not base.exists():
         lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
         chats.write_text("\n".join(map(json.dumps, lines)))
@@ -234,7 +235,8 @@ def step(args: argparse.Namespace) -> None:
 def answer(args: argparse.Namespace) -> None:
     """Try the cure, write the answer and its points down, and show what was right."""
     ward, fault, directory = chosen(args)
-    name, number = ward["faults"][args.run - 1], str(args.run)
+    name = ward["faults"][args.run - 1]
+    number = str(args.run)
     if number in ward["answers"]:
         raise UserError(f"run {number} has been answered")
     if None in (args.fault, args.cure, args.gain):
@@ -242,7 +244,8 @@ def answer(args: argparse.Namespace) -> None:
     print("measuring the run with and without your cure ...", flush=True)
     cured = read(fault.quantity, measured(directory, fault, args.cure))
     sick = read(fault.quantity, measured(directory, fault))
-    helps, factor = cured < 0.95 * sick, sick / max(cured, 1e-9)
+    helps = cured < 0.95 * sick
+    factor = sick / max(cured, 1e-9)
     gains = f"you said {args.gain:.3g}, it is {factor:.3g}" if helps else "the cure did not help"
     points = [
         (list(FAULTS)[args.fault - 1] == name, f"fault: {name}"),

@@ -19,6 +19,9 @@ For teachers (labs/README.md):
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
 process, in float64, and then what was sent, held and computed, to the byte.
+
+Exit codes: check 0 passed, 1 not, 2 cannot be checked; grade 0 all were graded, 1 some were not,
+2 cannot be graded.
 """
 
 import sys
@@ -39,7 +42,7 @@ import torch
 
 from labs.machinery.answers import answer_of, starter_of, wrong_answers
 from labs.machinery.checking import check, check_module, with_facts
-from labs.machinery.grading import grade, release, write_lab
+from labs.machinery.grading import grade, release, sizes_of, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.predict import predict
 from plumbing.messages import UserError
@@ -48,8 +51,8 @@ from plumbing.processes import run
 
 # In the order of teaching.
 ORDER = """
-ring mean ddp accumulate zero1 fsdp hsdp rarely tp logits context experts pipeline recompute lora
-float8 nf4 preferences hang resume
+ring mean ddp accumulate zero1 fsdp hsdp rarely tp logits flash context experts pipeline recompute
+lora float8 nf4 speculative preferences hang resume
 """.split()
 NAMES = sorted(
     (path.parent.name for path in LABS.glob("*/check.py")),
@@ -93,6 +96,10 @@ def file_of(args: argparse.Namespace) -> Path:
         raise UserError(f"{path} does not exist: give another --file")
     if path.is_dir():
         raise UserError(f"{path} is a directory: give a file")
+    try:
+        path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     return path.resolve()
 
 
@@ -111,13 +118,11 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
 def check_lab(args: argparse.Namespace) -> Iterator[str]:
     """Check on several numbers of ranks, or on --ranks, until one case fails."""
     module = check_of(args.lab)
-    if args.ranks and args.ranks not in module.SIZES:
-        sizes = ", ".join(map(str, module.SIZES))
-        raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
+    sizes = sizes_of(args.lab, args.ranks)
     if args.plot and not hasattr(module, "drawing"):
         raise UserError(f"--plot: {args.lab} has no time line; pipeline has")
     path = file_of(args)
-    for size in [args.ranks] if args.ranks else module.SIZES:
+    for size in sizes:
         report = check(args.lab, size, args.seed or 0, path)
         yield report.text
         if args.plot and report.drawing:
@@ -153,7 +158,8 @@ def watch_lab(args: argparse.Namespace) -> Iterator[str]:
 
 
 def hint(args: argparse.Namespace) -> Iterator[str]:
-    hints, state = check_of(args.lab).HINTS, read_state()
+    hints = check_of(args.lab).HINTS
+    state = read_state()
     given = state["hints"].get(args.lab, 0)
     number = min(given, len(hints) - 1)
     state["hints"][args.lab] = number + 1
@@ -178,7 +184,8 @@ def why(args: argparse.Namespace) -> Iterator[str]:
 def reset(args: argparse.Namespace) -> Iterator[str]:
     """Write the starter again. What the student wrote gets a number."""
     check_of(args.lab)
-    path, number = WORK / f"{args.lab}.py", 1
+    path = WORK / f"{args.lab}.py"
+    number = 1
     starter = starter_of(args.lab)
     WORK.mkdir(exist_ok=True)
     while (kept := path.with_suffix(f".py.{number}")).exists():
@@ -206,7 +213,7 @@ COMMANDS = {
     "reset": (reset, ""),
     "predict": (predict, "seed answer student key"),
     "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
-    "grade": (lambda args: grade(args, NAMES), "seed key summary csv gradescope"),
+    "grade": (lambda args: grade(args, NAMES), "ranks seed key summary csv gradescope"),
     "new": (lambda args: write_lab(args.lab), ""),
     "known": (know, ""),
 }

@@ -110,6 +110,23 @@ def test_commands(copy):
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
+def test_exit_codes(copy):
+    """0 all is right or graded, 1 something is wrong or was not graded, 2 it cannot be done."""
+    in_copy(copy, "check", "nf4", code=1)  # not written yet
+    student_file("nf4", copy / "labs/work")
+    in_copy(copy, "check", "nf4")
+    in_copy(copy, "check", "nf4", "--ranks", 5, code=2)
+    in_copy(copy, "check", "nf4", "--file", copy / "none.py", code=2)
+    (copy / "bytes.py").write_bytes(b"\xff\xfe")
+    in_copy(copy, "check", "nf4", "--file", copy / "bytes.py", code=2)
+    (copy / "class/ada").mkdir(parents=True)
+    in_copy(copy, "grade", copy / "class", code=2)  # nobody handed in anything
+    (copy / "class/ada/nf4.py").write_text("wrong")
+    assert "ada" in in_copy(copy, "grade", copy / "class")
+    (copy / "labs/nf4/answer.py").write_text("wrong, too")  # then nothing is to be compared with
+    in_copy(copy, "grade", copy / "class", code=1)
+
+
 def test_released_copies_have_no_solutions(tmp_path):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a clone")

@@ -9,10 +9,11 @@ import time
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import launch, metrics, succeed
 from test_labs import ANSWERS, lab, student_file
 
-from labs.machinery import answers, checking, guard, ranks, student
+from labs.machinery import answers, checking, compare, guard, ranks, student
 from labs.machinery.answers import starter_of
 from labs.machinery.checking import check_module
 
@@ -56,7 +57,8 @@ def test_wrong_answers_are_named(name, tmp_path):
             numbers = [line for line in text.splitlines() if re.match(KINDS, line)]
             assert numbers and all(line.endswith("ok") for line in numbers), text
         if wrong.tells == "hangs":
-            assert "stopped: ranks wait" in text and "rank 0  call" in text and ", line " in text
+            assert "stopped: ranks wait" in text
+            assert re.search(r"rank \d  (call \d+: .*, line|is in line) \d", text), text
 
 
 @pytest.mark.parametrize("line, says", [
@@ -179,7 +181,8 @@ TRIED = [
     ("logits", {"dist.all_reduce(sums)": "[dist.all_reduce(number) for number in sums.flatten()]"},
      "of all tokens at once"),
     ("fsdp", {"backward(x, rows)": "backward(x.clone(), rows)"}, "kept for nothing"),
-    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"}, "called once"),
+    ("hsdp", {"return weight\n": "return vars(gather).setdefault(0, weight)\n"},
+     "gather returns the weight as it was"),
     ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
     ("hsdp", {"weight = rows": 'init_device_mesh("cpu", (nodes, per_node))\n        weight = rows'},
      "makes a group in every call"),
@@ -250,3 +253,35 @@ def test_right_answers_pass_beside_others(tmp_path):
     for other in others:
         other.kill()
     assert process.exitcode == 0
+
+
+def compared(found: list, expected) -> str:
+    """The sentence for tensors that ranks have, where others are expected."""
+    return compare.tensors("gradients", found, expected).mistake
+
+
+def test_guesses_are_made_only_where_they_are_shown():
+    """Rank 0 alone is right; a factor that the number of ranks explains; a rounding to float32."""
+    one, two, zero = (
+        torch.tensor([a, b], dtype=torch.float64) for a, b in [(1, 2), (3, 5), (0, 0)]
+    )
+    assert compared([one, two, two], one) == compare.RANK_0
+    assert compared([one, one / 7, one / 7], [one, one, one]) == ""  # ranks need their own
+    assert compared([zero, one, one], zero) == ""  # rank 0 has nothing, which may be luck
+    for factor, says in {
+        3: "3 times as large as it should be, and there are 3 ranks",
+        9: "3 x 3 times",
+        1 / 3: "divided by 3 once too often",
+        1 / 9: "divided by 3 x 3 too much",
+        3 / 2: "3 / 2 times as large as it should be, on 3 ranks",
+        0: "All of it is 0",
+        -1: "the wrong sign",
+    }.items():
+        of_ranks = [one, two, one]
+        assert says in compared([factor * tensor for tensor in of_ranks], of_ranks), factor
+        assert compared([factor * one, two, one], of_ranks) == "", factor  # not all of it
+    assert compare.tensors("output", [zero] * 2, [one, two]).mistake == ""  # whatever made it so
+    assert compared([4 * one] * 3, [one] * 3) == ""  # no factor that is known
+    assert compared([2 * one], [one]) == ""  # there are no other ranks
+    assert compared([one.float().double() * (1 + 1e-8)] * 2, [one] * 2) == compare.ROUNDED
+    assert compared([one + 1e-11] * 2, [one] * 2) == ""  # nearer than float32 comes

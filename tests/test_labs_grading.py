@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ def test_a_class_is_graded(tmp_path):
     out = lab("grade", tmp_path / "class", "--class", "key", "--csv", file, timeout=600)
     rows = list(csv.DictReader(file.open()))
     right, ddp, mean = sorted(rows, key=lambda row: (row["student"], row["lab"]))
-    assert (right["passed"], right["points"], right["of"]) == ("True", "21", "21")
+    assert (right["passed"], right["points"], right["of"]) == ("True", "30", "30")
     said = "This is the mean of the ranks' means. "
-    assert mean["mistake"].startswith(said) and (mean["passed"], mean["of"]) == ("False", "21")
+    assert mean["mistake"].startswith(said) and (mean["passed"], mean["of"]) == ("False", "30")
     assert (ddp["points"], ddp["mistake"]) == ("0", "not written yet")
     for row in rows:
         assert re.search(rf"{row['student']} +{row['lab']} +{row['points']} of {row['of']}", out)
@@ -47,7 +48,7 @@ def test_a_class_is_graded(tmp_path):
     out = lab("grade", bob, "--seed", 3, "--summary", "--gradescope", file, timeout=600)
     assert re.search(rf"mean: 0 of 1 passed\n   1  {said}.*\nddp: 0 of 1 passed", out)
     test, _ = json.loads(file.read_text())["tests"]
-    assert test["name"] == "mean" and 0 < test["score"] < test["max_score"] == 21
+    assert test["name"] == "mean" and 0 < test["score"] < test["max_score"] == 30
 
 
 def test_what_is_graded_is_not_lost(tmp_path, monkeypatch, capsys):
@@ -56,14 +57,17 @@ def test_what_is_graded_is_not_lost(tmp_path, monkeypatch, capsys):
     wrong = right | dict(passed=False, text="hangs")
     found, limits = [wrong, wrong, wrong, right, right | {"points": 99}], []
 
-    def check(lab: str, file: Path, seed: int, seconds: float) -> dict:
-        limits.append((lab, seconds))
-        if not found:
-            raise KeyboardInterrupt
-        return found.pop(0)
+    def check(jobs: list[guard.Job], at_once: int = 1) -> Iterator[tuple[int, dict]]:
+        for place, job in enumerate(jobs):
+            limits.append((job.lab, job.seconds))
+            if not found:
+                raise KeyboardInterrupt
+            yield place, found.pop(0)
 
     monkeypatch.setattr(grading, "check_guarded", check)
     files = [(who, tmp_path / f"{lab}.py", 1) for who in "ab" for lab in ("mean", "ddp")]
+    for _, file, _ in files:
+        file.write_text("")
     (grade,) = grading.grade_all(files)
     assert (grade.student, grade.lab, grade.points, grade.of) == ("a", "mean", 15, 15)
     assert limits == [("ddp", 600)] * 2 + [("mean", 600)] * 2 + [("mean", 90)] * 2
@@ -84,6 +88,9 @@ BARRED = {
         torch.from_file(OTHER, shared=True, size=9, dtype=torch.uint8).zero_()
         torch.save(torch.zeros(9), OTHER); sys.audit = lambda *_: 0; subprocess.run("id")""",
     "MemoryError": "bytearray(3 << 30)",
+    "Cannot allocate memory": "mmap.mmap(-1, 3 << 30)",
+    "has no attribute": """os.pidfd_open(os.getppid()); os.memfd_create("x"); posix.pidfd_open(1)
+        signal.pidfd_send_signal""",
     "File too large": """open("own", "wb").truncate(1 << 30)""",
     "None": """open("own", "w").write("1")""",
 }  # fmt: skip
@@ -93,7 +100,9 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     home, other = tmp_path / "home", tmp_path / "other"
     home.mkdir()
     other.write_text("mine")
-    modules = "ctypes importlib os resource socket sqlite3 subprocess sys torch".split()
+    modules = (
+        "ctypes importlib mmap os resource socket sqlite3 subprocess sys torch posix signal".split()
+    )
     names = {name: importlib.import_module(name) for name in modules}
     names |= dict(SOLUTION=str(ROOT / "labs/mean/answer.py"), OTHER=str(other))
     expected = {c.strip(): says for says, cs in BARRED.items() for c in re.split("[;\n]", cs)}
@@ -102,7 +111,7 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     def run() -> None:
         os.chdir(home)
         said = {}
-        guard.guard(home)
+        guard.guard(home, cpu_seconds=60)
         for code in expected:
             try:
                 said[code] = str(exec(code, names))
@@ -114,10 +123,84 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     process.join()
     said = json.loads((home / "said").read_text())
     if sys.platform != "linux" or ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:  # no Landlock
-        linux = "Permission denied", "MemoryError"
+        linux = "Permission denied", "MemoryError", "Cannot allocate memory"
         expected = {c: s for c, s in expected.items() if s not in linux and "xattr" not in c}
     assert {code: said[code] for code, says in expected.items() if says not in said[code]} == {}
     assert other.read_text() == "mine"
+
+
+def handed_in(line: str, solution: str = ANSWERS["mean"]) -> str:
+    """The solution of mean with a line before its first."""
+    first = "    totals = torch.stack"
+    return solution.replace(first, f"    {line}\n{first}")
+
+
+# What a class hands in, and what is said of it. Whether who sleeps and computes in turn hangs or
+# takes too long depends on the machine.
+HOSTILE = {
+    "right": (ANSWERS["mean"], ""),
+    "copied": (ANSWERS["mean"].replace("totals", "sums").replace("# >>>", "# mine"), ""),
+    "loop": (handed_in("while True: pass"), "seconds"),
+    "sleeper": (handed_in("import time; time.sleep(1000)"), "does not come out of line"),
+    "waker": (handed_in("while True: __import__('time').sleep(0.2); sum(range(10**6))"), ""),
+    "forks": (handed_in("import os; [os.fork() for _ in range(1000)]"), "may not use os.fork"),
+    "bytes": (handed_in("bytearray(20 << 30)"), "MemoryError"),
+    "grows": (handed_in("[bytearray(1 << 20) for _ in range(20_000)]"), "MemoryError"),
+    "shared": (handed_in("import mmap; mmap.mmap(-1, 2304 << 20)"), "Cannot allocate memory"),
+    "socket": (handed_in("import socket; socket.create_connection(('127.0.0.1', 9))"), "network"),
+    "outside": (handed_in("open('../outside', 'w')"), "may not change"),
+    "exits": (handed_in("import os; os._exit(0)"), "without a result"),
+    "signals": (handed_in("import signal; signal.pidfd_send_signal(9, 0)"), "has no attribute"),
+    "program": (handed_in("import subprocess; subprocess.run('ls')"), "may not use"),
+    "prints": (handed_in("print('prints mean 9 of 9'); 1 / 0"), "ZeroDivisionError"),
+    "=formula": (handed_in("raise type('=1+1', (Exception,), {})('x')"), "'=1+1: x"),
+    "starter": (starter_of("mean"), "not written yet"),
+    "waits": (handed_in("while True: dist.all_reduce(loss.detach())"), "seconds"),
+    "unread": ("def average(:", "SyntaxError"),
+    "helped": (handed_in("import helper"), "No module named 'helper'"),
+}
+BESIDE = "sitecustomize.py", "conftest.py", "torch.py", "helper.py"  # files that nobody asked for
+
+
+@pytest.mark.slow
+def test_a_class_is_graded_whatever_it_hands_in(tmp_path):
+    """Nothing hangs, nothing is left behind, and each gets the sentence that is due."""
+    for student, (source, _) in HOSTILE.items():
+        directory = tmp_path / "class" / student
+        directory.mkdir(parents=True)
+        (directory / "mean.py").write_text(source)
+    for name in BESIDE:
+        (tmp_path / "class/helped" / name).write_text("raise SystemExit(9)")
+    before, file = sorted(tmp_path.rglob("*")), tmp_path / "grades.csv"
+    out = lab("grade", tmp_path / "class", "--ranks", 2, "--csv", file, timeout=600)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, file])
+    rows = {row["student"].lstrip("'"): row for row in csv.DictReader(file.open())}
+    assert rows.keys() == HOSTILE.keys()
+    passed = {student for student, row in rows.items() if row["passed"] == "True"}
+    assert passed == {"right", "copied"} and rows["right"]["alike"] == "copied"
+    assert "alike but for names: mean of copied, right" in out
+    said = {student: row["mistake"] for student, row in rows.items()}
+    assert {who: said[who] for who, (_, says) in HOSTILE.items() if says not in said[who]} == {}
+    cells = [cell for row in csv.reader(file.open()) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@"))]
+
+
+def test_cells_begin_no_formula():
+    given = "=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "two\nlines", "", "plain"
+    cells = "'=1+1", "'+1", "'-1", "'@SUM(A1)", "'=1", "two lines", "", "plain"
+    assert tuple(map(grading.cell, given)) == cells and grading.cell(-1) == -1
+
+
+def test_answers_are_alike_but_for_names(tmp_path):
+    renamed = "# mine\n" + ANSWERS["mean"].replace("totals", "t").replace("parameter", "weight")
+    other = ANSWERS["mean"].replace("min(1.0, clip / norm)", "min(clip / norm, 1.0)")
+    sources = dict(a=ANSWERS["mean"], b=renamed, c=other, d="def average(:", e="def average(:")
+    submissions = []
+    for student, source in sources.items():
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "mean.py").write_text(source)
+        submissions.append((student, tmp_path / student / "mean.py", 0))
+    assert grading.alike_of(submissions) == ["b", "a", "", "", ""]
 
 
 def guarded(name: str, directory: Path, line: str = "", longest: float = 600) -> dict:

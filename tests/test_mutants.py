@@ -154,5 +154,5 @@ FAULTS = [  # a file, what stands there and what replaces it, the flags, what is
 def test_a_fault_is_named_in_its_module(file, old, new, more, named, corpus, tmp_path):
     within = with_fault(tmp_path / "copy", file, old, new)
     result = launch(*within, *flags_of_equal(corpus, more), nproc=2)
-    assert result.code == 0, result.err
+    assert result.code == 1, result.err
     assert named in result.out and "usual causes" in result.out

@@ -39,6 +39,13 @@ HINTS = (
 ERRORS = {"Mismatch in shape": "The output of attention has the shape of q."}
 B, H, KV, E = 2, 10, 2, 6
 CHUNK = 5  # tokens; a sequence has two chunks for each rank
+LARGE = 1800  # of the scores times the root of E in the last call: their exp is infinite
+MISTAKES = {
+    "again": "The second call with the same tensors is not right, in which the outputs of rank 0 "
+    "have no gradient. Hooks stay on tensors. And a rank takes part in backward whatever it has.",
+    "large": "exp of a large score is infinite: subtract the largest of a query first, or use "
+    "scaled_dot_product_attention.",
+}
 
 
 def inputs(seed: int, size: int) -> tuple[list[Tensor], Tensor]:
@@ -46,6 +53,18 @@ def inputs(seed: int, size: int) -> tuple[list[Tensor], Tensor]:
     T = 2 * size * CHUNK
     *whole, grad = drawn(seed, *((B, heads, T, E) for heads in (H, KV, KV, H)))
     return whole, grad
+
+
+def make_large(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Add the same large number to all scores, in place. The softmax stays what it was."""
+    q.data[..., 0] = 1
+    k.data[..., 0] = LARGE
+
+
+def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Return gradients, without the place of the large number: there q's is a sum of rounding."""
+    gradients = dict(zip("qkv", (q.grad, k.grad, v.grad)))
+    return {name: g if g is None else g[..., 1:] for name, g in gradients.items()}
 
 
 class Pairs(TorchDispatchMode):
@@ -89,10 +108,22 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         out = check_returned(attention(*own), Tensor, "the output of attention, a tensor")
     with Counted(None) as backward:
         out.backward(grad[:, :, positions])
+    gradients = dict(zip("qkv", (tensor.grad for tensor in own)))
+    more = {}
+    for name in ("again", "large"):
+        is_idle = name == "again" and rank == 0
+        if name == "large":
+            make_large(*own)
+        for tensor in own:
+            tensor.grad = None
+        again = attention(*own)
+        again.backward(grad[:, :, positions] * (0 if is_idle else 1))
+        more[name] = {"out": again.detach()} | of_tensors(*own)
     return {
         "positions": of_ranks[rank],
         "out": out.detach(),
-        "gradients": dict(zip("qkv", (tensor.grad for tensor in own))),
+        "gradients": gradients,
+        "more": more,
         "forward": forward.sent,
         "backward": backward.sent,
         "pairs": round(computed.pairs),
@@ -131,6 +162,19 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     gradients = [{name: tensor.grad[:, :, own] for name, tensor in zip("qkv", whole)}
                  for own in positions]  # fmt: skip
     yield compare.tensors("gradients", results["gradients"], gradients)
+    for name, mistake in MISTAKES.items():
+        q, k, v = (tensor.detach().clone().requires_grad_() for tensor in whole)
+        of_out = grad.clone()
+        if name == "again":
+            of_out[:, :, positions[0]] = 0  # rank 0's tokens have no loss
+        else:
+            make_large(q, k, v)
+        out = attend(q, k, v)
+        out.backward(of_out)
+        tensors = {"out": out.detach()} | of_tensors(q, k, v)
+        wanted = [{key: tensor[:, :, own] for key, tensor in tensors.items()} for own in positions]
+        found = [of_rank[name] for of_rank in results["more"]]
+        yield compare.tensors(name, found, wanted, otherwise=mistake)
     for name in ("forward", "backward"):
         yield check_bytes(name, results[name], k.nbytes + v.nbytes)
     yield check_pairs(results["pairs"], T, positions)
@@ -158,7 +202,8 @@ def check_bytes(name: str, sent: list[dict], whole: int) -> Property:
 
 def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
     """Return whether all ranks compute about as much, and little for nothing."""
-    size, needed = len(pairs), T * (T + 1) // 2
+    size = len(pairs)
+    needed = T * (T + 1) // 2
     are_mixed = all(own.min() < T // 2 <= own.max() for own in positions)
     limit = (2 * size + 1) * CHUNK**2  # one of a rank's chunks sees r + 1, the other 2 size - r
     most = pairs.index(max(pairs))
@@ -173,8 +218,8 @@ def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
         f"Late tokens attend to more keys than early ones, so rank {most} computes "
         f"{max(pairs) / max(min(pairs), 1):.1f} times as much as another, and all wait for it. "
         f"Give each rank early and late tokens.": not are_mixed,
-        "A rank's early tokens meet as many keys as its late ones. Each chunk needs keys only up "
-        "to its own end.": True,
+        "Each chunk needs keys only up to its own end, also where a rank has an early and a late "
+        "one.": True,
     }
     text = f"{pairs} of query and key; at most {limit} on each rank"
     is_right = sum(pairs) >= needed and max(pairs) <= limit

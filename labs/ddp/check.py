@@ -42,36 +42,43 @@ KEPT = (
     "Each step keeps more tensors or handles in memory than the one before, for ever: empty the "
     "list of what was under way."
 )
+HOOKED = (
+    f"In step {STEPS}, {STEPS} times as much as one all-reduce of each gradient sends: hooks stay, "
+    f"so register them once, and not in each step."
+)
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return gradients, and of the last step what was sent, and when."""
-    world, model, order = world_of(rank, size), small_model(seed), Order()
-    batch, gradients = share(seed, rank, size), []
+    world = world_of(rank, size)
+    model = small_model(seed)
+    order = Order()
+    gradients = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: order.events.append("ready"))
     with order, mock.patch.multiple(dist, **{n: order.noting(getattr(dist, n)) for n in SUMS}):
         finish = check_returned(load()(model), Callable, "a function")
 
-        def accumulate() -> None:
+        def accumulate(step: int = 0) -> None:
             order.events.clear()
             model.zero_grad()
-            model(*batch.inputs).backward()
+            model(*share(seed, rank, size, step).inputs).backward()
             finish()
 
-        for _ in range(STEPS):
+        for step in range(STEPS):
             with Counted(world) as counted:
-                accumulate()
+                accumulate(step)
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             torch.optim.SGD(model.parameters(), LR).step()
+        events = [*order.events]
         kept = kept_by_call(accumulate)
-    return {"gradients": gradients, "sent": counted.sent, "events": order.events, "kept": kept}
+    return {"gradients": gradients, "sent": counted.sent, "events": events, "kept": kept}
 
 
-def share(seed: int, rank: int, size: int) -> Batch:
-    """Return a rank's rows. When it is checked again, rank 0 has no targets and no gradient."""
+def share(seed: int, rank: int, size: int, step: int) -> Batch:
+    """Return a rank's rows. In the last step rank 0 has no targets, so that its gradient is 0."""
     batch = share_of(batch_of(seed), rank, size)
-    if student.AGAIN and rank == 0:
+    if step == STEPS - 1 and rank == 0:
         batch.targets.fill_(IGNORE)
     return batch
 
@@ -93,7 +100,8 @@ class Order(Instrument):
 
         def call(*args, **kwargs):
             self.events.append("sent")
-            work, is_over = original(*args, **kwargs), []
+            work = original(*args, **kwargs)
+            is_over = []
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             version = tensor._version
 
@@ -114,8 +122,9 @@ class Order(Instrument):
 def averages(seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the average gradients of each step, on weights that follow them."""
     model = small_model(seed)
-    for _ in range(STEPS):
-        of_ranks = [summed_gradients(model, share(seed, rank, size))[2] for rank in range(size)]
+    for step in range(STEPS):
+        shares = [share(seed, rank, size, step) for rank in range(size)]
+        of_ranks = [summed_gradients(model, batch)[2] for batch in shares]
         average = {name: sum(g[name] for g in of_ranks) / size for name in of_ranks[0]}
         yield average
         for name, parameter in model.named_parameters():
@@ -142,6 +151,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistakes = {n: fewer for n in sent if n < expected} | {
         expected + model.output.weight.nbytes: TIED,
         2 * expected: "Twice as much as one all-reduce of each gradient sends.",
+        STEPS * expected: HOOKED,
         expected // 2: "Half of the bytes: gradients are in float64, and are sent so.",
         0: "Nothing is sent.",
     }
@@ -156,7 +166,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         if not compared.ok:
             break
     yield compared
-    early, sent = min(map(left_early, events)), counts[0]["sent"]
+    early = min(map(left_early, events))
+    sent = counts[0]["sent"]
     mistakes = {
         "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "

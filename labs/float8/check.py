@@ -37,6 +37,10 @@ ERRORS = {
     "than to cast them.",
     "'float' object has no attribute 'double'": "`product` is given scales as tensors.",
 }
+HOOKED = (
+    "The first call is right, and the second with the same weight is not: a hook on the weight "
+    "stays there, and so does a largest number that a call keeps."
+)
 TOKENS, IN, OUT = 13, 50, 11  # 3 ranks do not divide `in`
 # The largest x, weight and gradient are the largest of their format times a power of two. So the
 # right factors are exact in any precision, and right answers are equal to the last bit.
@@ -44,6 +48,7 @@ CASES = {  # name -> the exponents of these powers; below e4m3's 2^-9 there is n
     "near 1": (-7, -8, -16),
     "far apart": (8, -9, -36),  # x up to 114,688, and gradients from 8e-7 down to 8e-15
     "zeros": None,  # x and the gradient
+    "zeros here": (-7, -8, -16),  # x of rank 0
 }
 
 
@@ -56,6 +61,8 @@ def tensors(seed: int, case: str) -> tuple[Tensor, Tensor, Tensor]:
         return x.double() * 0, weight.double(), grad.double() * 0
     if case == "far apart":
         grad *= torch.logspace(0, -8, TOKENS)[:, None]  # from token to token
+    if case == "zeros here":
+        x[:, : -(-IN // 2)] = 0
     x[:, -1] *= 4  # so the last rank has the largest number
     weight[:, -1] *= 4
     largest = (
@@ -68,7 +75,7 @@ def tensors(seed: int, case: str) -> tuple[Tensor, Tensor, Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Run the student's layer on this rank's columns, in each case. Return what came out, what was
     kept between forward and backward, and what was sent."""
-    found = {"output": {}, "gradients": {}, "kept": 0}
+    found = {"output": {}, "gradients": {}, "again": {}, "kept": 0}
     float8_linear = load()
     for case in CASES:
         *wholes, grad = tensors(seed, case)
@@ -86,6 +93,12 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         of_x = None if source.grad is None else of_tokens(source.grad, grad)
         found["gradients"] |= {f"x, {case}": of_x, f"weight, {case}": weight.grad}
         found["sent"] = counted.sent
+        source.grad = weight.grad = None
+        again = float8_linear(source * 1, weight)
+        if again.requires_grad:
+            again.backward(grad)
+        of_x = None if source.grad is None else of_tokens(source.grad, grad)
+        found["again"] |= {case: again.detach(), f"x, {case}": of_x, f"weight, {case}": weight.grad}
     return found
 
 
@@ -103,10 +116,12 @@ def rounded(tensor: Tensor, format: torch.dtype) -> Tensor:
 
 def layer(seed: int, size: int) -> tuple[Values, Values]:
     """Return each rank's outputs and gradients, in all cases."""
-    outputs, gradients = [{} for _ in range(size)], [{} for _ in range(size)]
+    outputs = [{} for _ in range(size)]
+    gradients = [{} for _ in range(size)]
     for case in CASES:
         x, weight, grad = tensors(seed, case)
-        g, wholes = rounded(grad, E5M2), (rounded(x, E4M3), rounded(weight, E4M3), weight)
+        g = rounded(grad, E5M2)
+        wholes = (rounded(x, E4M3), rounded(weight, E4M3), weight)
         parts = zip(*(whole.chunk(size, dim=1) for whole in wholes))
         for rank, (a, w, weight) in enumerate(parts):
             outputs[rank] |= {case: a @ w.T, f"weight, {case}": weight}
@@ -128,6 +143,9 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     text = f"{zeros} of {TOKENS * IN} numbers of x's gradient are 0"
     yield Property("died", text, not zeros, "The gradient dies.", found)
     yield compare.tensors("gradients", found, gradients, "those of rounded numbers")
+    wanted = [{case: output[case] for case in CASES} | of_rank
+              for output, of_rank in zip(outputs, gradients)]  # fmt: skip
+    yield compare.tensors("again", results["again"], wanted, "the same", HOOKED)
 
     yield compare.at_most(
         "live memory",

@@ -13,7 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from labs.machinery.compare import Property
-from labs.machinery.student import check_returned
+from labs.machinery.student import Misuse, check_returned
 
 FUNCTION = "culprit"
 ABOUT = "who is at fault, from the logs of all ranks"
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 STEPS = 6
 KINDS = {  # line of the report -> what it says, and the faults
-    "died": ("ranks have died", ["died"]),
+    "died": ("ranks have died", ["died", "never started"]),
     "batches": ("ranks have a batch less than others, or more", ["a batch less", "a batch more"]),
     "evaluation": ("ranks evaluate alone", ["evaluates", "evaluates last"]),
     "checkpoint": ("ranks gather a checkpoint alone", ["saves"]),
@@ -67,6 +67,8 @@ def training(rank: int, world: tuple, per_node: int, fault: str, when: int) -> I
     node = world[rank // per_node * per_node :][:per_node]
     across = world[rank % per_node :: per_node] if node != world else world
 
+    if fault == "never started":
+        return
     yield [Call("broadcast", (16, 8), world, "initial weights")]
     for step in range(STEPS + {"a batch less": -1, "a batch more": 1}.get(fault, 0)):
         now = fault if step == when else ""
@@ -180,10 +182,14 @@ def drawn_runs(seed: int) -> list[Run]:
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[dict[int, int]]:
     """Return what the student's function says of each run."""
-    culprit, answers = load(), []
+    culprit = load()
+    answers = []
     for run in drawn_runs(seed):
-        answer = culprit([list(log) for log in run.logs])
+        logs = [list(log) for log in run.logs]
+        answer = culprit(logs)
         check_returned(answer, dict, "a dict: rank -> number of its call")
+        if culprit(logs) != answer:
+            raise Misuse("A second call with the same logs gives another answer.")
         for rank_or_number in (*answer, *answer.values()):
             check_returned(rank_or_number, int, "ranks and numbers in a dict")
         answers.append(answer)
@@ -246,7 +252,8 @@ def wrong_run(answers: list[dict], seed: int) -> tuple[Run, dict] | None:
 
 
 def properties(results: list[list[dict]], size: int, seed: int) -> Iterator[Property]:
-    answers, runs = results[0], drawn_runs(seed)
+    answers = results[0]
+    runs = drawn_runs(seed)
     wrong = wrong_run(answers, seed)
     mistake = mistake_in(*wrong) if wrong else ""
     told = [bool(found) == bool(run.truth) for run, found in zip(runs, answers)]
@@ -269,7 +276,8 @@ def picture(results: list[list[dict]], size: int, seed: int) -> str:
         if not waits:
             lines.append(f"rank {rank}  has ended, after call {len(log)}")
             continue
-        call, more = log[waits - 1], len(log) - waits
+        call = log[waits - 1]
+        more = len(log) - waits
         group = f" of ranks {', '.join(map(str, call.group))}" * (len(call.group) < len(run.logs))
         lines.append(
             f"rank {rank}  call {waits}: {call.name} {list(call.shape)}{group}, {call.where}"

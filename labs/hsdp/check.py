@@ -31,6 +31,7 @@ TRANSPOSED = (
     "The ranks that share one copy of the weights are in different nodes: every all-gather crosses "
     "the slow link. The mesh is transposed."
 )
+ASKED = "A node keeps each row once, and all the same the gather asks ranks of other nodes."
 FSDP = (
     "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
     "all-gathers cross the slow link."
@@ -56,10 +57,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         rows = check_returned(shard(weight), Tensor, "the rows of a rank from shard, a tensor")
     del weight  # from here on it lives only if the student keeps it
     kept = live.now
+    gather(rows)
+    rows += 1  # an update
     with Counted(None) as gathered:
-        whole = gather(rows + 1)  # as after an update
+        whole = gather(rows)
     with Counted(None) as reduced:
-        total = reduce(gradient)
+        total = reduce(gradient.clone())
+    again = reduce(gradient * (rank > 0))  # as of a rank that has no tokens
     # Which rows this rank has, found by asking shard for rows that name themselves.
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))
     return {
@@ -67,6 +71,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "kept": kept,
         "whole": whole,
         "sum": total,
+        "again": again,
         "gather": gathered.sent,
         "reduce": reduced.sent,
     }
@@ -75,7 +80,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
-    total = sum(tensors(seed, rank)[1] for rank in range(size))
+    total, again = (sum(tensors(seed, rank)[1] for rank in range(first, size)) for first in (0, 1))
     counts = [len(rows) for rows in results["rows"]]
     mistake = "A rank keeps as many rows as any other."
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1, mistake)
@@ -83,6 +88,9 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("gathered", results["whole"], weight + 1, reference)
     wanted = [total[rows] for rows in results["rows"]]
     yield compare.tensors("gradients", results["sum"], wanted, "the sum over all ranks")
+    wanted = [again[rows] for rows in results["rows"]]
+    reference = "where that of rank 0 is 0"
+    yield compare.tensors("gradients again", results["again"], wanted, reference)
 
     def exchanges(what: str, across: bool) -> list[str]:
         """Return each rank's collectives that cross between nodes, or do not."""
@@ -93,20 +101,30 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         return ["; ".join(found) or "nothing" for found in of_ranks]
 
     in_node = f" of {weight.nbytes:,} bytes over {per_node} ranks"
-    mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
+    of_node = sorted(row for rows in results["rows"][:per_node] for row in rows)
+    if counts[0] * size == ROWS:
+        mistake = FSDP
+    elif of_node == [*range(ROWS)]:
+        mistake = ASKED
+    else:
+        mistake = TRANSPOSED
     found = exchanges("gather", across=True)
     yield compare.exactly("gather crosses", found, "nothing", "{}; {} has to", mistake)
-    found, mistake = exchanges("gather", across=False), "One all-gather is enough."
+    found = exchanges("gather", across=False)
+    mistake = "One all-gather is enough."
     yield compare.exactly("gather in node", found, f"all-gather{in_node}", "{}", mistake)
     found = exchanges("reduce", across=True)
     slices = f"all-reduce of {weight.nbytes // per_node:,} bytes over {NODES[size]} ranks"
-    mistake = (
-        f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
-        f"the node first."
-    )
+    mistake = "What crosses is the sum of a rank's slice: reduce-scatter within the node first."
+    if f" of {weight.nbytes:,} bytes" in compare.unexpected(found, slices):
+        mistake = (
+            f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter "
+            f"within the node first."
+        )
     yield compare.exactly("reduce crosses", found, slices, "{}", mistake)
     mistake = "Within the node each rank needs its slice of the sum: one reduce-scatter."
     found = exchanges("reduce", across=False)
     yield compare.exactly("reduce in node", found, f"reduce-scatter{in_node}", "{}", mistake)
-    limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
+    limit = max(counts) * WIDTH * 8
+    text = "{:,} bytes on a rank, and may be {:,}"
     yield compare.at_most("kept", results["kept"], limit, text, VIEW)

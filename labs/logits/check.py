@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
+from labs.machinery.lab import LargestTensor
 from labs.machinery.student import check_returned
 from model import IGNORE
 from perf.instruments import Counted, Live
@@ -45,10 +44,18 @@ ERRORS = {
 TOKENS, VOCABULARY = 24, 101  # no number of ranks divides the vocabulary
 SCALE = 0.3  # the gradient of the loss that backward starts with
 NUMBERS = 4  # that a rank may send for each token
+# Name of a line -> which logits, and which targets. The first two calls have the same logits.
+CASES = {"{}": (0, 0), "{} again": (0, 0), "large {}": (1, 0), "{} of one": (0, 1)}
+HOOKED = (
+    "The first call is right, and the second with the same logits is not: a hook on logits stays "
+    "there, and so does what a call keeps."
+)
+OF_ONE = "All targets lie in rank 0's part. The others have no target, and take part all the same."
 
 
-def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
-    """Return two tensors of logits, the second of them with large ones, and the targets."""
+def tensors(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return two tensors of logits, the second of them with large ones, and two of targets, the
+    second of them with targets in rank 0's part alone."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     parts = [part for size in SIZES for part in torch.arange(VOCABULARY).chunk(size)]
@@ -60,16 +67,22 @@ def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
     large[0::3] *= 1e4
     large[1::3] += 1000  # exp of which is infinite
     large[2::3] -= 1000  # and of which is 0
-    return list(logits), targets
+    of_one = torch.where(targets == IGNORE, IGNORE, targets % 5)
+    return list(logits), [targets, of_one]
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
-    both, targets = tensors(seed)
-    losses, gradients, kept = [], [], []
+    """Compute loss and gradient of all cases. Return them, with the largest tensor and what was
+    sent."""
+    both, of_cases = tensors(seed)
+    both = [whole.chunk(size, 1)[rank].clone().requires_grad_() for whole in both]
+    losses = []
+    gradients = []
+    kept = []
     cross_entropy = load()
-    for whole in both:
-        logits = whole.chunk(size, 1)[rank].clone().requires_grad_()
+    for of_logits, of_targets in CASES.values():
+        logits, targets = both[of_logits], of_cases[of_targets]
+        logits.grad = None
         with LargestTensor() as largest, Counted(None) as counted:
             with Live([logits, targets]) as live:
                 before = live.now
@@ -91,18 +104,6 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
 
 
-class LargestTensor(TorchDispatchMode):
-    """A context that notes the shape of the largest tensor that an operator returns."""
-
-    shape = torch.Size([0])
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.shape = max([self.shape, *shapes], key=torch.Size.numel)
-        return result
-
-
 def facts(size: int) -> dict:
     """Return where the ranks' parts of the vocabulary begin, and where rank * v is."""
     parts = torch.arange(VOCABULARY).chunk(size)
@@ -111,14 +112,18 @@ def facts(size: int) -> dict:
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    both, targets = tensors(seed)
-    for i, (whole, kind) in enumerate(zip(both, ("", "large "))):
+    both, of_cases = tensors(seed)
+    mistakes = {"{} again": HOOKED, "{} of one": OF_ONE}
+    for i, (name, (of_logits, of_targets)) in enumerate(CASES.items()):
         losses, gradients = ([of[i] for of in results[key]] for key in ("losses", "gradients"))
-        whole.requires_grad_()
+        whole = both[of_logits].clone().requires_grad_()
+        targets = of_cases[of_targets]
         right = F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
-        yield compare.numbers(f"{kind}loss", losses, right.item())
+        mistake = mistakes.get(name, "")
+        yield compare.numbers(name.format("loss"), losses, right.item(), mistake)
         (SCALE * right).backward()
-        yield compare.tensors(f"{kind}gradients", gradients, list(whole.grad.chunk(size, 1)))
+        wanted = list(whole.grad.chunk(size, 1))
+        yield compare.tensors(name.format("gradients"), gradients, wanted, otherwise=mistake)
     width = -(-VOCABULARY // size)
     shape = max(results["largest"], key=torch.Size.numel)
     yield Property(

@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
-from labs.machinery.lab import batch_of, share_of, small_model, summed_gradients, world_of
+from labs.machinery.lab import ROWS, batch_of, share_of, small_model, summed_gradients, world_of
 from labs.machinery.student import check_returned
 from lora import LoRA, adapters, add_adapters, init_adapters
-from model import Llama
+from model import IGNORE, Llama
 from perf.instruments import Counted
+from text.batch import Batch
 
 FUNCTION = "prepare"
 ABOUT = "what is trained, sharded and left alone"
@@ -28,6 +29,7 @@ HINTS = (
     "model, which ignores what is frozen; AdamW for the rest.",
 )
 STEPS, LR = 5, 0.01
+IDLE = 2  # the step in which rank 0 has no targets
 
 
 def model_with_adapters(seed: int) -> Llama:
@@ -43,12 +45,13 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return the parameters at both ends, what was sent, and what is kept."""
-    world, model = world_of(rank, size), model_with_adapters(seed)
-    share = share_of(batch_of(seed), rank, size)
+    world = world_of(rank, size)
+    model = model_with_adapters(seed)
     optimizer = load()(model, world.mesh["replicate"], seed + 1)
     check_returned(optimizer, torch.optim.AdamW, "an AdamW")
     start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        share = share_of(batch_in(step, seed, size), rank, size)
         optimizer.zero_grad()
         with Counted(world) as counted:
             model(*share.inputs).backward()
@@ -63,6 +66,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
 
 
+def batch_in(step: int, seed: int, size: int) -> Batch:
+    batch = batch_of(seed)
+    if step == IDLE:
+        batch.targets[: ROWS // size] = IGNORE
+    return batch
+
+
 def train_in_one_process(seed: int, size: int) -> dict[str, Tensor]:
     """Return the adapters after the same steps, without ranks. FSDP averages gradients."""
     model = model_with_adapters(seed)
@@ -71,8 +81,8 @@ def train_in_one_process(seed: int, size: int) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in factors
     optimizer = torch.optim.AdamW(factors.values(), lr=LR, weight_decay=0.0)
-    for _ in range(STEPS):
-        _, _, sums = summed_gradients(model, batch_of(seed))
+    for step in range(STEPS):
+        _, _, sums = summed_gradients(model, batch_in(step, seed, size))
         for name, factor in factors.items():
             factor.grad = sums[name] / size
         optimizer.step()
@@ -89,7 +99,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     mistake = "The base has changed: only the factors are to be trained."
     text = f"as it was, after {STEPS} steps"
     yield compare.tensors("base", results["base"], base, text, mistake)
-    right, text = train_in_one_process(seed, size), f"those of one process after {STEPS} steps"
+    right = train_in_one_process(seed, size)
+    text = f"those of one process after {STEPS} steps"
     yield compare.tensors("adapters", results["end"], right, text)
     with_gradients = max(results["with gradients"], key=len)
     yield Property(

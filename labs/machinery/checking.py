@@ -6,7 +6,7 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from labs.machinery.compare import Property
 from labs.machinery.lab import plural
 from labs.machinery.ranks import Call, Ended, busy, run_ranks
 
+NOT_WRITTEN = "not written yet"  # what is wrong with a starter
 KNOWN_SEED = 0  # with which wrong answers have been run (known.py)
 BARRIER = (
     "A barrier makes all ranks wait for the slowest, and helps nothing here: each collective waits "
@@ -41,7 +42,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     report = check_once(lab, size, seed, path)
     if report.passed:
         student.AGAIN = True
-        again = check_once(lab, size, seed, path)
+        again = check_once(lab, size, seed, path, held={line.name for line in report.properties})
         student.AGAIN = False
         if not again.passed:
             return again
@@ -52,21 +53,29 @@ def check_module(lab: str) -> ModuleType:
     return importlib.import_module(f"labs.{lab}.check")
 
 
-def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
-    module, source = check_module(lab), path.read_text().splitlines()
+def check_once(lab: str, size: int, seed: int, path: Path, held: Collection[str] = ()) -> Report:
+    """Check a student's file once. `held` are the lines of the report that held where functions
+    were not called again."""
+    module = check_module(lab)
+    source = path.read_text().splitlines()
     started = time.monotonic()
     ended = run_student(lab, size, seed, path)
     elapsed = time.monotonic() - started
     ranks = f"{size} rank{'s' * (size > 1)}"
     head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
     if ended.error and ended.error.message.startswith("about "):
-        text = f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
-        return Report(False, [], "not written yet", f"{head}\n{text}")
-    properties, shown, mistake, drawing = [], [], "", ""
+        text = f"  {NOT_WRITTEN}: {ended.error.message}, in place of line {ended.error.line}"
+        return Report(False, [], NOT_WRITTEN, f"{head}\n{text}")
+    properties = []
+    shown = []
+    mistake = ""
+    drawing = ""
     if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
-        mistake, lines = differing, wrapped(differing)
+        mistake = differing
+        lines = wrapped(differing)
     elif ended.hangs:
-        mistake, lines = where_they_parted(ended), explain_hang(ended)
+        mistake = where_they_parted(ended)
+        lines = explain_hang(ended)
     elif ended.error:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
@@ -79,7 +88,7 @@ def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
         shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
             return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
-        if student.AGAIN:
+        if properties[-1].name in held:
             mistake = student.ONCE
         else:
             mistake = not_waited_for(ended.unfinished) or (

@@ -5,6 +5,7 @@ wrong answers in wrong.txt give, and the sentence of each (known.py).
 """
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,32 @@ from torch.utils._pytree import tree_leaves
 
 TOLERANCE = 1e-12
 KNOWN_TOLERANCE = 1e-9  # of the numbers in known.json, since other machines round otherwise
-NEAR = 1e-5  # of a number: what float32 somewhere makes of one in float64
+NEAR = 1e-10, 1e-5  # of a number: so far off is one in float64 that was float32 on the way
 ROUNDED = (
     "Nearly right, as if something was rounded to float32 on the way. All is float64 here, but "
     "torch.full, zeros, ones and tensor make float32 if no dtype is given."
 )
 RANK_0 = "Rank 0 alone has what is right, and every rank needs it."
+# A power of the number of ranks, or a number, that all of it is multiplied by -> the sentence.
+OF_RANKS = {
+    1: "All of it is {size} times as large as it should be, and there are {size} ranks. Is a sum "
+    "over the ranks left where an average is wanted, or the same gradient added up once for each?",
+    2: "All of it is {size} x {size} times as large as it should be, and there are {size} ranks: "
+    "two sums over them, where there should be none.",
+    -1: "All of it is divided by {size} once too often, and there are {size} ranks. Is an average "
+    "taken of what is one already, or where the sum is wanted?",
+    -2: "All of it is divided by {size} x {size} too much, and there are {size} ranks: do two "
+    "averages come one after the other?",
+}
+OTHERWISE = {
+    0: "All of it is 0. Does a detach(), a copy or a call that autograd does not record stand in "
+    "the way?",
+    -1: "All of it has the wrong sign.",
+}
+BY_TWO = (
+    "All of it is {size} / 2 times as large as it should be, on {size} ranks: something is divided "
+    "by 2, and should be by the number of ranks."
+)
 NOT_RECORDED = "Collectives of torch.distributed are not recorded by autograd: "
 ALL_REDUCED = (
     "An all-reduce gives every rank all of the sum, at twice the price of the slice that it needs: "
@@ -90,6 +111,7 @@ def tensors(
 ) -> Property:
     """Return whether each rank has the tensors that are expected there, those of `reference`.
     `otherwise` is the sentence for values that no known mistake gives."""
+    is_common = not isinstance(expected, list)
     found, expected = (of_ranks(given, name, len(found)) for given in (found, expected))
     wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
              if not same(found[rank][key], of_rank[key])
@@ -97,7 +119,8 @@ def tensors(
     if not wrong:
         return Property(name, f"{reference}, on all ranks", True)
     rank, key = wrong[0]
-    keys, ranks = {key for _, key in wrong}, {rank for rank, _ in wrong}
+    keys = {key for _, key in wrong}
+    ranks = {rank for rank, _ in wrong}
     differ = "differs" if len(keys) == 1 else "differ"
     text = f"{len(keys)} of {len(expected[0])} {differ}, on {len(ranks)} of {len(expected)} ranks"
     one, other = found[rank][key], expected[rank][key]
@@ -108,27 +131,75 @@ def tensors(
         text = f"{where} is in {one.dtype}, not in {other.dtype}"
     elif one.shape != other.shape:
         text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
-    elif (apart := float((one - other).norm() / other.norm())) < NEAR:
-        text, otherwise = f"{text}; {where} is off by {apart:.0e} of it", ROUNDED
+    elif (apart := float((one - other).norm() / other.norm())) < max(NEAR):
+        text = f"{text}; {where} is off by {apart:.0e} of it"
+        otherwise = ROUNDED if apart > min(NEAR) else otherwise
     else:
-        ratio = float((one * other).sum() / other.norm() ** 2)
-        multiple = f"{ratio:.10g} times as large"
-        text = f"{text}; {where} is {multiple if same(one, ratio * other) else 'no multiple of it'}"
-        if ranks == set(range(1, len(found))):
-            otherwise = otherwise or RANK_0
+        factor = factor_of([one], [other])
+        multiple = "no multiple of it" if factor is None else f"{factor:.10g} times as large"
+        text = f"{text}; {where} is {multiple}"
+        shown = shown_mistake(found, expected, keys, ranks, is_common)
+        is_no_gradient = factor == 0 and not name.startswith("gradients")
+        otherwise = otherwise or ("" if is_no_gradient else shown)
     return Property(name, text, False, otherwise, found)
 
 
-def numbers(name: str, found: list[float], expected: list[float] | float) -> Property:
-    """Return whether each rank has the number that is expected there."""
+def shown_mistake(
+    found: Values, expected: Values, keys: set[str], wrong_ranks: set[int], is_common: bool
+) -> str:
+    """Return the sentence for a mistake that the tensors under these keys show, "" if they show
+    none. `is_common`: whether all ranks need the same tensors."""
+    size = len(found)
+    are_zero = any(not expected[0][key].any() for key in keys)
+    if is_common and not are_zero and wrong_ranks == set(range(1, size)):
+        return RANK_0
+    try:
+        one, other = ([of_rank[key] for of_rank in values for key in keys]
+                      for values in (found, expected))  # fmt: skip
+        factor = factor_of(one, other)
+    except (RuntimeError, TypeError):  # another rank's have other shapes, or are no tensors
+        return ""
+    return "" if factor is None else sentence_of(factor, size)
+
+
+def factor_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
+    """Return the number that all tensors are multiplied by, None if there is none."""
+    products = sum(float((one * other).sum()) for one, other in zip(found, expected))
+    squares = sum(float(other.norm() ** 2) for other in expected)
+    if not squares:
+        return None
+    factor = products / squares
+    are_multiples = all(same(one, factor * other) for one, other in zip(found, expected))
+    return factor if are_multiples else None
+
+
+def sentence_of(factor: float, size: int) -> str:
+    """Return the sentence for what everything is multiplied by, on so many ranks."""
+    known = dict(OTHERWISE)
+    if size > 1:
+        known |= {size**power: sentence for power, sentence in OF_RANKS.items()}
+    if size > 2:
+        known.setdefault(size / 2, BY_TWO)
+    for number, sentence in known.items():
+        if math.isclose(factor, number, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            return sentence.format(size=size)
+    return ""
+
+
+def numbers(
+    name: str, found: list[float], expected: list[float] | float, otherwise: str = ""
+) -> Property:
+    """Return whether each rank has the number that is expected there. `otherwise` is the sentence
+    for numbers that no known mistake gives."""
     expected = expected if isinstance(expected, list) else [expected] * len(found)
     wrong = [rank for rank, value in enumerate(found) if not same(value, expected[rank])]
     if not wrong:
         return Property(name, f"that of one process, {expected[0]:.6g} on rank 0", True)
     one, other = found[wrong[0]], expected[wrong[0]]
     text = f"{one:.10g} on rank {wrong[0]}, and {other:.10g} in one process"
-    near = all(abs(a - b) < NEAR * abs(b) for a, b in zip(found, expected))
-    return Property(name, text, False, ROUNDED if near else "", found)
+    apart = max(abs(a - b) / abs(b) if b else math.inf for a, b in zip(found, expected))
+    is_rounded = min(NEAR) < apart < max(NEAR)
+    return Property(name, text, False, ROUNDED if is_rounded else otherwise, found)
 
 
 def fingerprint(found: object) -> list[float]:
@@ -143,14 +214,13 @@ def fingerprint(found: object) -> list[float]:
 
 def known_sentence(known: Path, size: int, wrong: Property) -> str:
     """Return the sentence of the wrong answer in known.json that gives what was found on `size`
-    ranks; "" if none does."""
+    ranks; "" if none does. Where several do, nothing shows which it is, and all are returned."""
     if wrong.found is None or not known.exists():
         return ""
     ours = size, wrong.name, *fingerprint(wrong.found)
-    for sentence, of_it in json.loads(known.read_text()).items():
-        if any(is_known(ours, theirs) for theirs in of_it):
-            return sentence
-    return ""
+    sentences = [sentence for sentence, of_it in json.loads(known.read_text()).items()
+                 if any(is_known(ours, theirs) for theirs in of_it)]  # fmt: skip
+    return " Or: ".join(sentences)
 
 
 def is_known(ours: tuple, theirs: list) -> bool:

@@ -4,12 +4,14 @@
     python labs/run.py grade DIRECTORY          checks DIRECTORY/STUDENT/LAB.py of each student
     python labs/run.py new NAME                 a copy of mean, to be made into a lab of your own
 
-A submission is checked in a process of its own, with the limits of guard.py, and has ten times as
-long as the solution takes here. On each number of ranks it earns a point for each line of the
+A submission is checked in a process of its own, with the limits of guard.py, several at a time.
+It has ten times as long as the solution takes here, and its ranks may compute for half of that. On
+each number of ranks it earns a point for each line of the
 check's report, up to the first that does not hold: right numbers earn points with any bytes.
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import json
@@ -21,15 +23,18 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from labs.machinery.answers import wrong_answers
-from labs.machinery.guard import LABS, check_guarded
+from labs.machinery.checking import NOT_WRITTEN, check_module
+from labs.machinery.guard import LABS, Job, check_guarded
 from plumbing.messages import UserError, with_progress
 
-LONGEST = 60.0  # seconds that any submission has
+SHORTEST = 20.0  # seconds that any submission has, at least
+CORES = os.cpu_count() or 1
 SOLVED = re.compile("labs/[a-z0-9_]+/(answer.py|wrong.txt)|tests/test_labs")
 
 
@@ -43,6 +48,7 @@ class Grade(NamedTuple):
     points: int
     of: int  # points of the solution
     mistake: str  # its name, if it is a known one; otherwise what the report says; "" if passed
+    alike: str  # other students whose files differ in names and comments alone
     text: str  # the report on the first number of ranks on which it fails, or on the last
 
 
@@ -64,7 +70,7 @@ def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
         raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
     submissions = [(student, file, seed_of(key, student, file.stem) if key else args.seed)
                    for student, files in files_of.items() for file in files]  # fmt: skip
-    grades = grade_all(submissions)
+    grades = grade_all(submissions, args.ranks)
     args.failed = len(grades) < len(submissions)
     yield from summarize(grades) if args.summary else table(grades)
     yield from (f"{student}: no LAB.py found" for student, files in files_of.items() if not files)
@@ -94,33 +100,94 @@ def find_submissions(directory: Path, labs: list[str]) -> dict[str, list[Path]]:
     return found
 
 
-def grade_all(submissions: list[tuple[str, Path, int]]) -> list[Grade]:
-    """Check files of students with these seeds, after the solutions of their labs."""
-    solutions, grades = check_solutions(sorted({file.stem for _, file, _ in submissions})), []
+def grade_all(submissions: list[tuple[str, Path, int]], ranks: int | None = None) -> list[Grade]:
+    """Check files of students with these seeds, after the solutions of their labs: on so many
+    ranks, or on all numbers of ranks that a lab has."""
+    labs = sorted({file.stem for _, file, _ in submissions})
+    solutions = check_solutions(labs, ranks)
     left = [submission for submission in submissions if submission[1].stem in solutions]
+    jobs = [job_of(file, seed, ranks, solutions[file.stem]["seconds"]) for _, file, seed in left]
+    alike = alike_of(left)
+    grades = {}
     try:
-        for student, file, seed in with_progress(left, "submissions"):
-            solution = solutions[lab := file.stem]
-            found = check_guarded(lab, file, seed, max(LONGEST, 10 * solution["seconds"]))
-            passed, of = found["passed"], solution["points"]
+        # Ranks that wait leave their core to others.
+        ended = check_guarded(jobs, at_once=2 * CORES)
+        for place, found in with_progress(ended, "submissions", len(jobs)):
+            student, file, seed = left[place]
+            lab, passed = file.stem, found["passed"]
+            of = solutions[lab]["points"]
             mistake = "" if passed else name_of(lab, found["mistake"])
             points = min(found["points"], of)
-            grades.append(Grade(student, lab, seed, passed, points, of, mistake, found["text"]))
+            others = "" if mistake == NOT_WRITTEN else alike[place]
+            rest = passed, points, of, mistake, others, found["text"]
+            grades[place] = Grade(student, lab, seed, *rest)
     except KeyboardInterrupt:  # what is graded is not lost
         print(f"warning: interrupted, {len(left) - len(grades)} are not graded", file=sys.stderr)
-    return grades
+    return [grades[place] for place in sorted(grades)]
 
 
-def check_solutions(labs: list[str]) -> dict[str, dict]:
+def job_of(file: Path, seed: int, ranks: int | None, solved_in: float) -> Job:
+    """Return a check of a file, whose lab's solution took so many seconds."""
+    seconds = max(SHORTEST, 10 * solved_in)
+    given = file.stem, file, seed, sizes_of(file.stem, ranks)
+    return Job(*given, seconds, cpu_seconds=max(5, round(seconds / 4)))
+
+
+def sizes_of(lab: str, ranks: int | None) -> tuple[int, ...]:
+    """Return the numbers of ranks to check a lab on. Raises UserError if it cannot have `ranks`."""
+    sizes = check_module(lab).SIZES
+    if ranks and ranks not in sizes:
+        says = f"{lab} is checked on {', '.join(map(str, sizes))}"
+        raise UserError(f"--ranks {ranks}: {says}")
+    return (ranks,) if ranks else sizes
+
+
+def alike_of(submissions: list[tuple[str, Path, int]]) -> list[str]:
+    """Return for each submission the other students whose code for this lab is the same but for
+    names and comments."""
+    students = defaultdict(list)  # lab and shape of the code -> who handed it in
+    shapes = [(file.stem, shape_of(file)) for _, file, _ in submissions]
+    for (student, *_), shape in zip(submissions, shapes):
+        students[shape].append(student)
+    return [
+        ", ".join(other for other in students[shape] if other != student)
+        for (student, *_), shape in zip(submissions, shapes)
+    ]
+
+
+def shape_of(file: Path) -> str:
+    """Return a file's code without comments and docstrings, each name replaced by its number."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # what cannot be read is like nothing else
+        return str(file)
+    numbers = {}
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [line for line in node.body if not is_text(line)]
+        for field in ("id", "arg", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                setattr(node, field, str(numbers.setdefault(name, len(numbers))))
+    return ast.dump(tree)
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Return whether this is a string that stands alone, as a docstring does."""
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
+def check_solutions(labs: list[str], ranks: int | None) -> dict[str, dict]:
     """Return what the solution of each lab earns, and in how many seconds. A lab whose solution
     fails twice is not graded. Raises UserError if there are no solutions."""
     passed = {}
     for lab in with_progress(labs, "solutions"):
         if not (file := LABS / lab / "answer.py").exists():
             raise UserError("this copy of the labs has no solutions: grade in the project")
-        found = check_guarded(lab, file, 0, 600)
+        job = Job(lab, file, 0, sizes_of(lab, ranks), seconds=600, cpu_seconds=300)
+        ((_, found),) = check_guarded([job])
         if not found["passed"]:
-            found = check_guarded(lab, file, 0, 600)
+            ((_, found),) = check_guarded([job])
         if found["passed"]:
             passed[lab] = found
         else:
@@ -146,6 +213,10 @@ def table(grades: list[Grade]) -> Iterator[str]:
         mistake = textwrap.shorten(one.mistake, 90, placeholder=" ...")
         points = f"{one.points} of {one.of}"
         yield f"{one.student:<{width}}  {one.lab:<11} {points:>8}  {mistake}".rstrip()
+    alike = {(one.lab, *sorted([one.student, *one.alike.split(", ")]))
+             for one in grades if one.alike}  # fmt: skip
+    for lab, *students in sorted(alike):
+        yield f"alike but for names: {lab} of {', '.join(students)}"
 
 
 def summarize(grades: list[Grade]) -> Iterator[str]:
@@ -166,7 +237,17 @@ def write_csv(grades: list[Grade], path: Path) -> None:
         columns = [name for name in Grade._fields if name != "text"]
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(one._asdict() for one in grades)
+        for one in grades:
+            writer.writerow({name: cell(value) for name, value in one._asdict().items()})
+
+
+def cell(value: object) -> object:
+    """Return what stands in a cell of a table: text in one line, and an apostrophe before what a
+    spreadsheet would compute."""
+    if not isinstance(value, str):
+        return value
+    text = " ".join(value.split())
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def write_gradescope(grades: list[Grade], path: Path) -> None:

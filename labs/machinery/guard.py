@@ -2,19 +2,22 @@
 
 A student's code runs in ranks alone, which are forks of the process that checks. A rank is guarded
 before anything else: it may write in the submission's directory, and read what Python and the
-project need, but no solution and no other student's file. It may not start programs or connect to
-anything, and has limits of memory and of seconds. The process that checks may read the solution,
-and it alone has the pipe for the result.
+project need, but no solution and no other student's file. It may not start programs, signal others
+or connect to anything, and has limits of memory and of seconds. The process that checks may read
+the solution, and it alone has the pipe for the result.
 
-Linux refuses files itself (Landlock, since 5.13). Elsewhere, and for all else, Python's audit hooks
-stop accidents and simple attempts. Against more, grade in a container without a network.
+Linux refuses files itself (Landlock, since 5.13), and signals (since 6.12). Elsewhere, and for all
+else, Python's audit hooks stop accidents and simple attempts. Against more, grade in a container
+without a network.
 """
 
+import _signal
 import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
+import posix
 import resource
 import shutil
 import signal
@@ -23,20 +26,26 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
+from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from labs.machinery.checking import check, check_module
+from labs.machinery.checking import check
 
 LABS = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("fork")
-LIMITS = {resource.RLIMIT_DATA: 2 << 30, resource.RLIMIT_FSIZE: 1 << 28}  # bytes, of a rank
+MEMORY = 1 << 30  # bytes that a rank may have more than it began with, shared ones too
+LIMITS = {resource.RLIMIT_DATA: MEMORY, resource.RLIMIT_FSIZE: 1 << 28}  # bytes, of a rank
 REFUSED = """
 subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.killpg
 ctypes.dlopen ctypes.dlsym resource.prlimit sqlite3.connect
 """.split()
+# Which make no event of an audit: signals to others, and memory that no limit of a process counts.
+REMOVED = "pidfd_open", "pidfd_send_signal", "memfd_create"
 CHANGES = "remove rename rmdir mkdir link symlink chmod chown truncate utime setxattr".split()
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 READABLE = [
@@ -52,9 +61,11 @@ class NotAllowed(PermissionError):
     """A submission reached for what it may not have."""
 
 
-def guard(home: Path) -> None:
-    """From here on, let this process, a rank, have one directory; and no file that is open now."""
-    refused, changes = frozenset(REFUSED), frozenset(f"os.{name}" for name in CHANGES)
+def guard(home: Path, cpu_seconds: int) -> None:
+    """From here on, let this process, a rank, have one directory, so many seconds of a core, and no
+    file that is open now."""
+    refused = frozenset(REFUSED)
+    changes = frozenset(f"os.{name}" for name in CHANGES)
     own = os.getpid()
 
     def hook(event: str, args: tuple) -> None:
@@ -73,9 +84,14 @@ def guard(home: Path) -> None:
 
     try:
         os.closerange(3, 1 << 12)
-        for kind, most in LIMITS.items():
+        limits = LIMITS | {resource.RLIMIT_AS: bytes_mapped() + MEMORY}
+        for kind, most in limits.items():
             with contextlib.suppress(ValueError):  # it is lower already
                 resource.setrlimit(kind, (most, most))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+        for module in (os, posix, signal, _signal):
+            for name in REMOVED:
+                vars(module).pop(name, None)
         if sys.platform == "linux":
             restrict_files(home)
         sys.addaudithook(hook)
@@ -84,16 +100,29 @@ def guard(home: Path) -> None:
         os._exit(1)
 
 
+def bytes_mapped() -> int:
+    """Return the bytes of this process's addresses, as RLIMIT_AS counts them."""
+    path = Path("/proc/self/statm")
+    if not path.exists():
+        return 1 << 50  # macOS: no limit
+    return int(path.read_text().split()[0]) * resource.getpagesize()
+
+
 def restrict_files(home: Path) -> None:
     """Let Linux refuse this process all other files, also where code opens them that is not
-    Python's, and all programs."""
+    Python's, all programs, and signals to processes outside."""
     linux = ctypes.CDLL(None)
     create, add, restrict, no_new_privileges = 444, 445, 446, 38
     version = linux.syscall(create, None, 0, 1)
     if version < 1:  # it is switched off
         return
-    execute, read_file, read_directory, every = 1, 4, 8, (1 << min(12 + version, 15)) - 1
-    ruleset = linux.syscall(create, struct.pack("Q", every), 8, 0)
+    execute, read_file, read_directory = 1, 4, 8
+    every = (1 << min(12 + version, 15)) - 1
+    attributes = struct.pack("Q", every)
+    if version >= 6:
+        network, signals = 0, 2  # the network is for gloo; audit hooks refuse it to the student
+        attributes = struct.pack("QQQ", every, network, signals)
+    ruleset = linux.syscall(create, attributes, len(attributes), 0)
     rights = {path: read_file | read_directory * path.is_dir() for path in READABLE}
     for path, of_path in (rights | {home: every - execute}).items():
         place = os.open(path, os.O_PATH)
@@ -104,49 +133,97 @@ def restrict_files(home: Path) -> None:
     os.close(ruleset)
 
 
-def check_guarded(lab: str, file: Path, seed: int, seconds: float) -> dict:
-    """Return what the check of a file finds, in a directory where nothing else is: in a fork, which
-    has made all imports already. When its seconds are over, it is ended with its ranks, and nothing
-    that it wrote is read."""
-    pipe, result = FORK.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as home, contextlib.suppress(EOFError):
-        copy = Path(home).resolve() / f"{lab}.py"
-        shutil.copyfile(file, copy)
-        process = FORK.Process(target=check_apart, args=(lab, copy, seed, result))
-        process.start()
-        os.setpgid(process.pid, process.pid)  # so that its ranks can be ended with it
+class Job(NamedTuple):
+    """A file that is to be checked."""
+
+    lab: str
+    file: Path
+    seed: int
+    sizes: tuple[int, ...]  # numbers of ranks
+    seconds: float  # that it has, by the clock
+    cpu_seconds: int  # that each of its ranks has, of a core
+
+
+class Check:
+    """A check in a directory where nothing else is: in a fork, which has made all imports."""
+
+    def __init__(self, job: Job):
+        self.job, self.deadline = job, time.monotonic() + job.seconds
+        self.home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.pipe, result = FORK.Pipe(duplex=False)
+        copy = Path(self.home.name).resolve() / f"{job.lab}.py"
+        shutil.copyfile(job.file, copy)
+        given = job._replace(file=copy), result
+        self.process = FORK.Process(target=check_apart, args=given)
+        self.process.start()
+        os.setpgid(self.process.pid, self.process.pid)  # so that its ranks can be ended with it
         result.close()
-        found = failed(f"it took more than {seconds:.0f} seconds, or ended itself")
+
+    def end(self) -> dict:
+        """Return what was found. If nothing was, because its seconds are over or it has ended
+        itself, nothing that it wrote is read. It is ended with its ranks."""
+        found = failed(f"it took more than {self.job.seconds:.0f} seconds, or ended itself")
         try:
-            if pipe.poll(seconds):
-                found = json.loads(pipe.recv_bytes())
+            if self.pipe.poll():
+                with contextlib.suppress(EOFError):
+                    found = json.loads(self.pipe.recv_bytes())
         finally:  # Ctrl-C leaves no process behind, nor does a submission
             with contextlib.suppress(PermissionError):  # of macOS, if it has ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-    for key in ("mistake", "text"):  # without what would act on a terminal
-        found[key] = "".join(c for c in found[key] if c.isprintable() or c == "\n")
-    return found
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
+            self.pipe.close()
+            for _ in range(20):  # a rank that is being ended may still write
+                shutil.rmtree(self.home.name, ignore_errors=True)
+                if not Path(self.home.name).exists():
+                    break
+                time.sleep(0.05)
+            self.home.cleanup()
+        for key in ("mistake", "text"):  # without what would act on a terminal
+            found[key] = "".join(c for c in found[key] if c.isprintable() or c == "\n")
+        return found
+
+
+def check_guarded(jobs: list[Job], at_once: int = 1) -> Iterator[tuple[int, dict]]:
+    """Check files, so many at a time. Yield the place of each in `jobs` and what was found, as they
+    end."""
+    waiting = deque(enumerate(jobs))
+    running = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                place, job = waiting.popleft()
+                running[place] = Check(job)
+            first_deadline = min(check.deadline for check in running.values())
+            pipes = [check.pipe for check in running.values()]
+            connection.wait(pipes, max(0.0, first_deadline - time.monotonic()))
+            for place, check in list(running.items()):
+                if check.pipe.poll() or time.monotonic() >= check.deadline:
+                    yield place, running.pop(place).end()
+    finally:
+        for check in running.values():
+            check.end()
 
 
 def failed(text: str) -> dict:
     return dict(passed=False, points=0, mistake=text.splitlines()[-1], text=text)
 
 
-def check_apart(lab: str, file: Path, seed: int, result: connection.Connection) -> None:
+def check_apart(job: Job, result: connection.Connection) -> None:
     """Check the file on all its numbers of ranks, and send what is found. Each fork of this
     process, a rank, is guarded."""
+    file = job.file
     os.chdir(file.parent)
     tempfile.tempdir = str(file.parent)
     output = os.open("output", os.O_RDWR | os.O_CREAT)
     for stream in (0, 1, 2):
         os.dup2(output, stream)
     sys.dont_write_bytecode = True  # imports of the student's are not to write
-    os.register_at_fork(after_in_child=lambda: guard(file.parent))
-    reports, started = [], time.monotonic()
+    os.register_at_fork(after_in_child=lambda: guard(file.parent, job.cpu_seconds))
+    reports = []
+    started = time.monotonic()
     try:
-        for size in check_module(lab).SIZES:
-            reports.append(check(lab, size, seed, file))
+        for size in job.sizes:
+            reports.append(check(job.lab, size, job.seed, file))
             if not reports[-1].properties:  # it ended with an error, or hangs
                 break
         shown = next((report for report in reports if not report.passed), reports[-1])

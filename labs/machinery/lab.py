@@ -28,12 +28,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import parallel
 from config import ParallelConfig
 from model import IGNORE, Llama, LlamaConfig
 from parallel import World, with_mesh
 from plumbing.processes import Process
+from techniques.recompute import is_attention
 from text.batch import Batch
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
@@ -83,6 +86,23 @@ def summed_gradients(model: Llama, batch: Batch) -> tuple[float, int, dict[str, 
 def norm_of(gradients: dict[str, Tensor]) -> float:
     """Return the norm of all gradients together."""
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context that notes the shape of the largest tensor that an operator returns, and which
+    kernels of attention run."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape, self.kernels = torch.Size([0]), set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if is_attention(op._opname):
+            self.kernels.add(op._opname)
+        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.shape = max([self.shape, *shapes], key=torch.Size.numel)
+        return result
 
 
 def plural(n: int, noun: str) -> str:

@@ -81,14 +81,17 @@ def draw_work(random: Random, strategies: str, **more) -> Work:
     """Draw a step of a small model on 2 to 16 ranks. Its vocabulary alone may be odd, and one
     bucket of DDP has room for all of its gradients."""
     dim, layers, ffn_dim = (random.choice(sizes) for sizes in ((48, 64), (2, 3, 4), (128, 160)))
-    vocab_size, tied = random.choice((96, 500, 509, 600)), random.random() < 0.4
+    vocab_size = random.choice((96, 500, 509, 600))
+    tied = random.random() < 0.4
     config = LlamaConfig(dim, layers, 4, 2, ffn_dim, vocab_size, tie_embeddings=tied)
-    dp, ranks = random.choice(strategies.split()), random.choice((2, 4, 8))
+    dp = random.choice(strategies.split())
+    ranks = random.choice((2, 4, 8))
     replicate, shard = {"fsdp": (1, ranks), "hsdp": (ranks, 2)}.get(dp, (ranks, 1))
     if shard > 1:
         more["reshard"] = random.choice(("weights", "none", "all"))
         more["dtype"] = random.choice((torch.float32, torch.bfloat16))
-    m, microbatch = random.choice((1, 2, 3)), random.choice((1, 2))
+    m = random.choice((1, 2, 3))
+    microbatch = random.choice((1, 2))
     batch = m * microbatch * replicate * shard
     parallel = ParallelConfig(dp, replicate, shard, **more)
     return Work(build_on_meta(config), parallel, batch, microbatch, random.choice((128, 256)))
@@ -160,7 +163,8 @@ def draw_bytes(random: Random) -> Question:
     def count() -> Iterator[Found]:
         traffic, _ = emulate(work)
         for key, i in itertools.product(keys, (0, 1)):  # calls, bytes
-            counted, terms = traffic.get(key, (0, 0))[i], terms_of(work, key, i)
+            counted = traffic.get(key, (0, 0))[i]
+            terms = terms_of(work, key, i)
             if not math.isclose(sum(terms.values()), counted):
                 raise ArithmeticError(f"{counted:,} was counted, but costs/page.py has {terms}")
             others = {name: pair[i] for name, pair in otherwise(work, sends, key).items()}
@@ -204,7 +208,8 @@ def draw_memory(random: Random) -> Question:
     add up, and more ranks for the state alone."""
     checkpointing = random.choice(("none", "selective", "full"))
     work = draw_work(random, "ddp zero1 fsdp hsdp", checkpointing=checkpointing)
-    p, P = work.parallel, sum(parameter.numel() for parameter in work.model.parameters())
+    p = work.parallel
+    P = sum(parameter.numel() for parameter in work.model.parameters())
     state = {"parameters": p.grad_bytes, "gradients": p.grad_bytes, "optimizer": 2 * p.moment_bytes}
 
     def count() -> Iterator[Found]:
@@ -244,14 +249,18 @@ def draw_fastest(random: Random) -> Question:
     What crosses the slowest link decides, less what passes beside computing. Ways that keep whole
     weights in each node send gradients alone to other nodes. Tensor parallelism sends more, and
     hides nothing, but within a node. With more sequences there is more computing to hide behind."""
-    nodes, per_node = random.choice((2, 4)), random.choice((4, 8))
-    sequences, link = random.choice((1, 2, 4)), random.choice((5, 10, 25, 50, 100, 200))
-    gpus, machine = nodes * per_node, assumed_machine("h100", f"{link}gbit", per_node)
+    nodes = random.choice((2, 4))
+    per_node = random.choice((4, 8))
+    sequences = random.choice((1, 2, 4))
+    link = random.choice((5, 10, 25, 50, 100, 200))
+    gpus = nodes * per_node
+    machine = assumed_machine("h100", f"{link}gbit", per_node)
     plain = ParallelConfig("auto", dtype=torch.bfloat16, compile=True)
     model = build_on_meta(PRESETS["llama3.2-1b"])
     work = Work(model, plain, gpus * sequences, 1, 4096, on_gpu=True)
     wanted = dict.fromkeys(FILTERS) | dict(pp=1, cp=1, microbatch=1, offload_activations=False)
-    every, right = [*every_plan(work, gpus, machine, wanted)], LETTERS
+    every = [*every_plan(work, gpus, machine, wanted)]
+    right = LETTERS
     while len(right) > 2:
         plans = dict(zip(LETTERS, random.sample(every, len(LETTERS))))
         most = 1.1 * min(plan.seconds for plan in plans.values())
@@ -283,7 +292,8 @@ def draw_bubble(random: Random) -> Question:
     stage, however many microbatches there are. So the share falls with more of them, and with
     shorter stages. How much a rank holds depends on how soon its backwards come."""
     name = random.choice(("gpipe", "1f1b", "interleaved"))
-    p, v = random.choice((2, 3, 4, 8)), random.choice((2, 4)) if name == "interleaved" else 1
+    p = random.choice((2, 3, 4, 8))
+    v = random.choice((2, 4)) if name == "interleaved" else 1
     m = p * random.choice((1, 2, 3))
 
     def timed(name: str, m: int, v: int) -> tuple[list, float, int]:
@@ -295,7 +305,8 @@ def draw_bubble(random: Random) -> Question:
         timeline, waiting, most = timed(name, m, v)
         others = {f"--schedule {n}": timed(n, m, 1) for n in ("gpipe", "1f1b")}
         others[f"{2 * m} microbatches"] = timed(name, 2 * m, v)
-        end, drawn = max(spans[-1].end for spans in timeline), draw_text(timeline).splitlines()
+        end = max(spans[-1].end for spans in timeline)
+        drawn = draw_text(timeline).splitlines()
         idle = waiting / 100 * end
         notes = [f"{idle:.0f} of {end:.0f} ticks; some papers divide by the other {end - idle:.0f}"]
         notes += drawn * (max(map(len, drawn)) < WIDTH)

@@ -203,7 +203,8 @@ def _no_breakpoint(*_) -> None:
 
 
 def _end_loop(*_) -> None:
-    raise TimeoutError(f"{LONGEST} seconds of computing: does a loop not end?")
+    seconds, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    raise TimeoutError(f"{seconds} seconds of computing: does a loop not end?")
 
 
 def _end_after(parent: int) -> None:
@@ -227,11 +228,14 @@ def _wait(processes: set[int], directory: Path) -> bool:
 
     Ranks hang if they have called nothing at PATIENCE looks, and were not computing at these. Looks
     are counted and not seconds: where others use the machine, this process waits for it, too."""
-    running, notes, still = processes, None, 0
+    running = processes
+    notes = None
+    still = 0
     while running := {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}:
         has_failed = any(directory.glob("error-*"))
         paths = [*directory.glob("calls-*"), *directory.glob("error-*")]
-        before, notes = notes, {path.name: path.stat().st_size for path in paths}
+        before = notes
+        notes = {path.name: path.stat().st_size for path in paths}
         if notes != before:
             still = 0
         elif has_failed or not computes(running):
@@ -266,7 +270,8 @@ def computes(processes: set[int]) -> bool:
 
 def busy() -> str:
     """Return the end of a sentence on a hang that may be none; "" if this machine is not busy."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     says = f" Or is the machine busy (load {load:.0f} on {cores} cores)? Then run it again."
     return says if load > 2 * cores else ""
 

@@ -131,7 +131,8 @@ def refuse_what_is_not_counted(path: Path) -> None:
 
 def watched(function: Callable, path: Path, overwrites: bool = False) -> Callable:
     """Return the student's function with checks of what a call leaves behind."""
-    name, is_new = getattr(function, "__name__", "your function"), True
+    name = getattr(function, "__name__", "your function")
+    is_new = True
 
     @functools.wraps(function, assigned=("__name__",))
     def call(*args, **kwargs):
@@ -174,7 +175,8 @@ def call_on_kept_tensors(function: Callable, path: Path, args: tuple, kwargs: di
         given = {f"argument {number}": value for number, value in enumerate(args, 1)}
     with _disable_current_modes():
         before = {name: contents(value) for name, value in given.items()}
-    changed_in, last_line = {}, 0
+    changed_in = {}
+    last_line = 0
 
     def note(frame: FrameType, event: str, _) -> Callable | None:
         """Before each line of the student's file, look at what the last one has changed."""

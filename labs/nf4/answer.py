@@ -43,7 +43,7 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
     def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
         blocks = matrix.unflatten(1, (-1, BLOCK))  # [out, in / 64, 64]
         scales = blocks.abs().amax(2)
-        nonzero = scales.clamp(min=1e-30)[..., None]
+        nonzero = scales.where(scales > 0, 1)[..., None]
         nearest = torch.bucketize(blocks / nonzero, middles).to(torch.uint8).flatten(1)
         return nearest[:, ::2] * 16 + nearest[:, 1::2], scales
 

@@ -42,9 +42,15 @@ BLOCK, NF4 = nf4.BLOCK, torch.tensor(nf4.NF4, dtype=torch.float64)
 ROWS, COLUMNS = 13, 192
 # What is quantized, and the dtype in which it is asked for again.
 DTYPES = {"normal": torch.float32, "outliers, zeros": torch.float64, "zeros": torch.float64}
+EXTREMES = {"tiny": 2.0**-110, "huge": 2.0**120}  # times "normal": squares are 0, or infinite
+DTYPES |= dict.fromkeys(EXTREMES, torch.float64)
 # Frozen matrices with adapters beside them. They weigh more than the few tokens that pass through.
 WIDTHS = [128, 192] * 4 + [128]
 TOKENS, RANK = 5, 3
+HOOKED = (
+    "The first run is right, and the second with the same tensors is not: a hook on x stays there, "
+    "and so does what a call keeps."
+)
 NAMES = "x", *(f"{factor} {i}" for i in range(len(WIDTHS) - 1) for factor in "AB")
 WEIGHTS = sum(out * width for out, width in zip(WIDTHS[1:], WIDTHS))
 STORED = WEIGHTS // 2 + 4 * WEIGHTS // BLOCK  # bytes of codes and of scales
@@ -58,6 +64,7 @@ def matrices(seed: int) -> dict[str, Tensor]:
     rough[::3, ::50] *= 40
     rough[4] = rough[5, :BLOCK] = 0
     found = {"normal": normal, "outliers, zeros": rough, "zeros": torch.zeros(ROWS, COLUMNS)}
+    found |= {name: normal * factor for name, factor in EXTREMES.items()}
     return {name: with_exact_scales(matrix) for name, matrix in found.items()}
 
 
@@ -97,7 +104,9 @@ def run(x: Tensor, factors: list[Tensor], products: list[Callable]) -> Tensor:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Quantize matrices with the student's functions, and run a stack of them with adapters. Return
     what came out, and what was held."""
-    matrix_of, codes_of, scales_of = {}, {}, {}
+    matrix_of = {}
+    codes_of = {}
+    scales_of = {}
     frozen, factors, x = stack(seed)
     what = "three functions: quantize, dequantize and multiply"
     quantize, dequantize, multiply = check_returned(load()(), (Callable,) * 3, what)
@@ -107,6 +116,9 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         what = "the matrix from dequantize, a tensor"
         matrix_of[name] = check_returned(dequantize(codes, scales, DTYPES[name]), Tensor, what)
         codes_of[name], scales_of[name] = codes, scales
+    extremes = {name: matrix_of.pop(name) / factor for name, factor in EXTREMES.items()}
+    for name, factor in EXTREMES.items():
+        extremes[f"scales, {name}"] = scales_of.pop(name) / factor
     scales_of["inexact"] = quantize(inexact(seed))[1]
     with Live([*frozen, *factors, x]) as live:
         before = live.now
@@ -116,18 +128,27 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         before = live.now
         out = run(x, factors, products)
         kept = live.now - before
-        before, alone = live.now, x * 1
+        before = live.now
+        alone = x * 1
         product = multiply(alone, *packed[0])
         del alone
         kept_for_x = live.now - before - product.nbytes
         if out.requires_grad:
             (out**2).sum().backward()
+    gradients = dict(zip(NAMES, (t.grad for t in (x, *factors))))
+    for tensor in (x, *factors):
+        tensor.grad = None
+    again = run(x, factors, products)
+    if again.requires_grad:
+        (again**2).sum().backward()
     return {
+        "again": {"output": again.detach()} | dict(zip(NAMES, (t.grad for t in (x, *factors)))),
         "matrix": matrix_of,
+        "extremes": extremes,
         "codes": codes_of,
         "scales": scales_of,
         "output": out.detach(),
-        "gradients": dict(zip(NAMES, (t.grad for t in (x, *factors)))),
+        "gradients": gradients,
         "stored": stored,
         "kept": kept,
         "kept for x": kept_for_x,
@@ -147,17 +168,22 @@ def nearest(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     given = matrices(seed)
     expected = {name: nearest(matrix)[0].to(DTYPES[name]) for name, matrix in given.items()}
+    extremes = {name: expected.pop(name) / factor for name, factor in EXTREMES.items()}
     error = (expected["normal"] - given["normal"]).norm() / given["normal"].norm()
     text = f"the nearest number to each weight, {100 * error:.1f} % off"
     yield compare.tensors("matrix", results["matrix"], expected, text)
     given["inexact"] = inexact(seed)
     scales = {name: nearest(matrix)[2].float() for name, matrix in given.items()}
+    for name, factor in EXTREMES.items():
+        extremes[f"scales, {name}"] = scales.pop(name) / factor
     text = "the largest absolute value of each block"
     mistake = (
         "A scale is the largest absolute value of its block, in float32: it is not rounded, and "
         "that of zeros is 0."
     )
     yield compare.tensors("scales", results["scales"], scales, text, mistake)
+    text = "the same of matrices that are tiny and huge"
+    yield compare.tensors("extremes", results["extremes"], extremes, text)
 
     frozen, factors, x = stack(seed)
     out = run(x, factors, [partial(F.linear, weight=nearest(matrix)[0]) for matrix in frozen])
@@ -166,6 +192,9 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     yield compare.tensors("output", results["output"], out.detach(), text)
     gradients = dict(zip(NAMES, (t.grad for t in (x, *factors))))
     yield compare.tensors("gradients", results["gradients"], gradients, text)
+    wanted = {"output": out.detach()} | gradients
+    text = "the same, of the same tensors"
+    yield compare.tensors("again", results["again"], wanted, text, HOOKED)
 
     (stored,), (codes,) = results["stored"], results["codes"]
     dtype = codes["normal"].dtype

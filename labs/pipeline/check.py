@@ -60,7 +60,8 @@ MISTAKES = {  # part of what check_schedule says -> what it means
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return the student's lines, split -> number of microbatches -> lines, and this rank's
     gradients of a step by those that do not split backward."""
-    texts, gradients = {False: {}, True: {}}, {}
+    texts = {False: {}, True: {}}
+    gradients = {}
     with patch.dict(SCHEDULES, {name: Refused(name, None) for name in SCHEDULES}):
         schedule = load()
         for split, m in product(texts, numbers(seed)):
@@ -151,7 +152,8 @@ def check_order(name: str, m: int, lines: list[str], split: bool) -> Property:
 def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
     """Return whether no rank holds more microbatches than it may."""
     schedule, _ = timed(lines, m)
-    held, ranks = [timeline.held(order) for order in schedule], len(schedule)
+    held = [timeline.held(order) for order in schedule]
+    ranks = len(schedule)
     limits = [ranks if split else ranks - rank for rank in range(ranks)]
     mistakes = {
         "A microbatch is held until its W, so a rank that puts off W holds more. The first rank "
@@ -169,18 +171,20 @@ def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
 def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
     """Return whether ranks wait no longer than they must. Each works for 3 m ticks."""
     schedule, spans = timed(lines, m)
-    end, ranks = int(max(of_rank[-1].end for of_rank in spans)), len(schedule)
-    waits, limit = end - 3 * m, (1 if split else 3) * (ranks - 1)
+    end = int(max(of_rank[-1].end for of_rank in spans))
+    ranks = len(schedule)
+    waits = end - 3 * m
+    limit = (1 if split else 3) * (ranks - 1)
     each_at_once = all(f"B{i} W{i}" in line for line in lines for i in range(m))
     mistakes = {
         "Each W comes right after its B, so none is left for the time in which a rank waits. The "
         "last ranks wait at the end: they can put W off.": split and each_at_once,
-        "A rank waits while it could compute a W, or computes a W while the rank before waits for "
-        "its B. Look at the picture: where does each rank wait?": split,
+        "Look at the picture: where does each rank wait? Could it compute a W meanwhile? Or is "
+        "there one that it computes while the rank before waits for its B?": split,
         "One microbatch is under way at a time: while it is with other ranks, this one waits. Send "
         "the next ones after it.": all(timeline.held(order) == 1 for order in schedule),
-        "A rank waits for its first backward, and it could run more forwards meanwhile: as many as "
-        "there are ranks after it.": True,
+        "Look at the picture: where does each rank wait? Before its first backward it can run as "
+        "many forwards more as there are ranks after it.": True,
     }
     text = f"{waits} of {end} ticks with {m} microbatches; {limit} cannot be avoided"
     return Property(name, text, waits <= limit or (split and m < ranks), mistakes)

@@ -23,8 +23,10 @@ def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: floa
         padding
     base_log_p [B, T]: the same by the base
     answers [B, T]: the number of a token's answer in its row: 0 and 1 are the chosen and the
-        rejected one of the first pair, 2 and 3 those of the second; padding has the next number
-    pairs [B]: how many pairs a row has, in some row of a microbatch at least one
+        rejected one of the first pair, 2 and 3 those of the second; a prompt has the number of the
+        answer that follows it, and padding the number after the last
+    pairs [B]: how many pairs a row has. Rows may have none, and a rank may have none in all
+    Differences of rewards may be so large that their exp is infinite.
     """
     # >>>
     losses = []
@@ -32,7 +34,7 @@ def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: floa
         most = 2 * int(pairs.max())
         rewards = log_p.new_zeros(len(log_p), most + 1)
         rewards = rewards.scatter_add(1, answers, beta * (log_p - base_log_p))
-        chosen, rejected = rewards[:, :most].unflatten(1, (-1, 2)).unbind(-1)
+        chosen, rejected = rewards[:, :most:2], rewards[:, 1:most:2]
         is_pair = torch.arange(most // 2) < pairs[:, None]
         losses.append(torch.where(is_pair, -F.logsigmoid(chosen - rejected), 0).sum())
     loss = torch.stack(losses).sum()

@@ -1,5 +1,6 @@
 """The check of labs/preferences."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,15 +27,32 @@ HINTS = (
     "sum over real pairs. Then one all-reduce of two numbers, and one backward.",
 )
 BETA, ROWS, WIDTH = 0.3, 3, 3  # rows of a microbatch, pairs of a row at most
+FAR = -1e4  # log p of a token of a chosen answer that the model has become very unlikely to give
+# The last case -> what the report calls it. The first two have the same tensors.
+PLAIN, AGAIN, EMPTY, FAR_APART = "", " again", " empty", " far"
+CASES = PLAIN, AGAIN, EMPTY, FAR_APART
+HOOKED = (
+    "The first call is right, and the second with the same tensors is not: a hook on log_p stays "
+    "there, and so does what a call adds to a list."
+)
+OVERFLOWS = (
+    "exp of a large difference is infinite, and its logarithm, too: F.logsigmoid of the difference "
+    "has no such limit."
+)
+NO_PAIRS = "A rank may have no pairs: divide by the number of pairs of all ranks."
 
 
-def microbatches_of(seed: int, rank: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def microbatches_of(
+    seed: int, rank: int, size: int, case: str = PLAIN
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return a rank's two microbatches. The first rank's second one has a single pair."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     found = []
     for i in range(2):
         pairs = torch.randint(WIDTH + 1, (ROWS,), generator=generator)
         pairs = torch.tensor([1, 0, 0]) if i and not rank else pairs.index_fill(0, pairs[:1] * 0, 2)
+        if case == EMPTY and rank == size - 1:
+            pairs = torch.zeros_like(pairs)
         lengths = [torch.randint(1, 5, (2 * int(n),), generator=generator) for n in pairs]
         numbers = [torch.arange(len(of_row)).repeat_interleave(of_row) for of_row in lengths]
         T = max(map(len, numbers)) + 2
@@ -44,46 +62,76 @@ def microbatches_of(seed: int, rank: int) -> list[tuple[Tensor, Tensor, Tensor, 
         ])  # fmt: skip
         is_token = (answers < 2 * pairs[:, None]) & (torch.rand(ROWS, T, generator=generator) < 0.8)
         both = -3 * torch.rand(2, ROWS, T, generator=generator, dtype=torch.float64) * is_token
+        if case == FAR_APART:
+            both[0, 0, 0] = FAR
         found.append((both[0].clone().requires_grad_(), both[1], answers, pairs))
     return found
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    """Return the loss, the gradients and what was sent."""
-    prefer, microbatches = load(), microbatches_of(seed, rank)
-    with Counted(None) as counted:
-        loss = check_returned(prefer(microbatches, BETA), Tensor | float, "the mean loss, a number")
-    gradients = {f"gradient of microbatch {i}": m[0].grad for i, m in enumerate(microbatches)}
-    loss = float(torch.as_tensor(loss, dtype=torch.float64).detach())
-    return {"loss": loss, "gradients": gradients, "sent": counted.sent}
+    """Return the losses, the gradients and what was sent, in all cases."""
+    prefer = load()
+    losses = {}
+    gradients = {}
+    for case in CASES:
+        if case != AGAIN:
+            microbatches = microbatches_of(seed, rank, size, case)
+        with Counted(None) as counted:
+            loss = prefer(microbatches, BETA)
+        check_returned(loss, Tensor | float, "the mean loss, a number")
+        losses[case] = float(torch.as_tensor(loss, dtype=torch.float64).detach())
+        gradients[case] = {
+            f"gradient of microbatch {i}": m[0].grad for i, m in enumerate(microbatches)
+        }
+        for log_p, *_ in microbatches:
+            log_p.grad = None
+    return {"losses": losses, "gradients": gradients, "sent": counted.sent}
 
 
-def by_formula(seed: int, size: int) -> tuple[float, list[dict[str, Tensor]]]:
+def by_formula(seed: int, size: int, case: str) -> tuple[float, list[dict[str, Tensor]]]:
     """Return the mean loss, and each rank's gradients, an answer at a time."""
-    losses, shares = [], [microbatches_of(seed, rank) for rank in range(size)]
+    losses = []
+    shares = [microbatches_of(seed, rank, size, case) for rank in range(size)]
     for log_p, base_log_p, answers, pairs in (m for share in shares for m in share):
         for row, n in enumerate(pairs):
             for pair in range(n):
                 chosen, rejected = (
                     (log_p - base_log_p)[row][answers[row] == 2 * pair + k].sum() for k in (0, 1)
                 )
-                losses.append(torch.log1p(torch.exp(-BETA * (chosen - rejected))))
+                margin = BETA * (chosen - rejected)
+                losses.append(torch.logaddexp(torch.zeros_like(margin), -margin))
     loss = torch.stack(losses).mean()
     loss.backward()
-    gradients = [{f"gradient of microbatch {i}": m[0].grad for i, m in enumerate(share)}
-                 for share in shares]  # fmt: skip
+    gradients = []
+    for share in shares:
+        of_rank = [torch.zeros_like(m[0]) if m[0].grad is None else m[0].grad for m in share]
+        gradients.append({f"gradient of microbatch {i}": g for i, g in enumerate(of_rank)})
     return loss.item(), gradients
 
 
 def facts(size: int) -> dict:
-    """Return what sentences of wrong.txt say of the microbatches."""
-    return {"counts": [int(pairs.sum()) for *_, pairs in microbatches_of(0, 0)]}
+    """Return what sentences of wrong.txt say of the microbatches, and of the ranks' pairs."""
+    of_ranks = [[int(pairs.sum()) for *_, pairs in microbatches_of(0, rank, size)]
+                for rank in range(size)]  # fmt: skip
+    return {"counts": of_ranks[0], "of_ranks": list(map(sum, of_ranks)), "size": size}
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    loss, gradients = by_formula(seed, size)
-    yield compare.tensors("gradients", results["gradients"], gradients, "those of the mean loss")
-    yield compare.numbers("loss", results["loss"], loss)
+    mistakes = {PLAIN: "", AGAIN: HOOKED, EMPTY: NO_PAIRS, FAR_APART: OVERFLOWS}
+    for case in CASES:
+        loss, expected = by_formula(seed, size, case)
+        gradients = [of_rank[case] for of_rank in results["gradients"]]
+        losses = [of_rank[case] for of_rank in results["losses"]]
+        is_finite = all(map(math.isfinite, losses)) and are_finite(gradients)
+        mistake = "" if is_finite and case in (EMPTY, FAR_APART) else mistakes[case]
+        reference = "those of the mean loss"
+        yield compare.tensors(f"gradients{case}", gradients, expected, reference, mistake)
+        yield compare.numbers(f"loss{case}", losses, loss, mistake)
     most = max(map(nbytes_of, results["sent"]))
     text = f"{most:,}; two numbers are 16"
     yield Property("bytes", text, most <= 16, "Ranks need each other's sum and count, not more.")
+
+
+def are_finite(gradients: list[dict[str, Tensor]]) -> bool:
+    tensors = [tensor for of_rank in gradients for tensor in of_rank.values()]
+    return all(isinstance(tensor, Tensor) and bool(tensor.isfinite().all()) for tensor in tensors)

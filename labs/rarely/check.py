@@ -24,9 +24,10 @@ HINTS = (
     "One loop over the parameters; in it one all-reduce; then the formulas of SGD with Nesterov, "
     "and a copy back.",
 )
-MEETINGS, STEPS = 2, 3  # meetings, and the steps before each
+MEETINGS, STEPS = 3, 3  # meetings, and the steps before each; before the last, rank 0 has none
 LR, MOMENTUM = 0.7, 0.9
 MODEL_LR = 1e-2
+IDLE = "A rank that has not trained has the drift 0, and takes part all the same."
 
 
 class Alone:
@@ -40,7 +41,8 @@ class Alone:
     def train(self, meeting: int) -> None:
         """Take the steps before a meeting."""
         seed, rank, size = self.place
-        for step in range(STEPS):
+        has_none = rank == 0 and meeting == MEETINGS - 1
+        for step in range(0 if has_none else STEPS):
             batch = share_of(batch_of(seed + STEPS * meeting + step), rank, size)
             _, count, gradients = summed_gradients(self.model, batch)
             for name, parameter in self.model.named_parameters():
@@ -56,11 +58,13 @@ class Alone:
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    world, alone, outer_step = world_of(rank, size), Alone(seed, rank, size), load(overwrites=True)
+    world = world_of(rank, size)
+    alone = Alone(seed, rank, size)
+    outer_step = load(overwrites=True)
     weights = [p.detach() for p in alone.model.parameters()]
     outer = [weight.clone() for weight in weights]
     momenta = [torch.zeros_like(weight) for weight in weights]
-    found = {"weights": [], "outer": [], "changed": [], "sent": []}
+    found = {"weights": [], "outer": [], "changed": [], "sent": [], "gathered": []}
     for meeting in range(MEETINGS):
         alone.train(meeting)
         moments = alone.moments()
@@ -71,6 +75,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         found["outer"].append(dict(zip(alone.weights(), [copy.clone() for copy in outer])))
         found["changed"].append(not all(map(torch.equal, moments, alone.moments())))
         found["sent"].append(compare.nbytes_of(counted.sent))
+        found["gathered"].append("all-gather" in compare.by_kind(counted.sent))
     return found
 
 
@@ -91,8 +96,8 @@ def reference(seed: int, size: int) -> Iterator[dict[str, Tensor]]:
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
-    first, second = map(list, zip(*results["weights"]))
-    after_first, after_second = reference(seed, size)
+    first, second, last = map(list, zip(*results["weights"]))
+    after_first, after_second, after_last = reference(seed, size)
     yield compare.tensors("weights", first, after_first, "those of the outer step")
     changed = any(map(any, results["changed"]))
     yield Property(
@@ -102,16 +107,18 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "The moments are about a rank's own gradients: they stay as they are, and do not travel.",
     )
     yield compare.tensors("weights again", second, after_second, "those of the outer step")
-    copies = [of_rank[-1] for of_rank in results["outer"]]
-    yield compare.tensors("outer copy", copies, after_second, "the weights after the last meeting")
+    copies = [of_rank[1] for of_rank in results["outer"]]
+    yield compare.tensors("outer copy", copies, after_second, "the weights after that meeting")
+    text = "those where rank 0 has not trained"
+    yield compare.tensors("weights, idle", last, after_last, text, IDLE)
     nbytes = sum(weight.nbytes for weight in after_second.values())
+    gathered = {size * nbytes: f"{compare.ALL_GATHERED} An all-reduce puts out one sum."}
+    if not all(map(any, results["gathered"])):
+        gathered = {}
     yield compare.exactly(
         "bytes a meeting",
         [sent for of_rank in results["sent"] for sent in of_rank],
         nbytes,
         "{:,}; weights have {:,}",
-        {
-            0: "Nothing was sent.",
-            size * nbytes: f"{compare.ALL_GATHERED} An all-reduce puts out one sum.",
-        },
+        {0: "Nothing was sent."} | gathered,
     )

@@ -40,8 +40,8 @@ FLAT = "A transposed tensor cannot be sent, nor viewed as flat: flatten copies i
 ERRORS = {
     "view size is not compatible": FLAT,
     "has to be contiguous": FLAT,
-    "index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always returns "
-    "n, and some may be empty.",
+    "tuple index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always "
+    "returns n, and some may be empty.",
     "is invalid for input of size": LEFT_OVER,
     "must match the size of tensor": "Chunks may differ in size: what arrives has the size of the "
     "chunk that the neighbour sends.",
@@ -52,6 +52,7 @@ ON_PAPER = "Follow one chunk around the ring, on paper: which rank has it after 
 SHAPES = (13,), (4, 6), (1,), (7, 143)  # 2, 3 and 4 ranks divide only the second
 ODD = "a transposed view", "float32", "a tensor without dimensions"
 ODD_SUMS = "of a transposed view, in float32, without dimensions"
+KEPT = "The second sum of a tensor is another than the first: something is kept between calls."
 MESSAGES = []  # of this rank. They live as long as its process, until all ranks have theirs
 
 
@@ -107,16 +108,23 @@ def noted_messages() -> contextlib.AbstractContextManager:
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
-    """Sum tensors of several shapes. Return the sums, what was sent, and how it was waited for."""
-    sums, sent = {}, {}
+    """Sum tensors of several shapes, each twice. Return the sums, what the first call of each sent,
+    and how it was waited for."""
+    sums = {}
+    again = {}
+    sent = {}
     with noted_messages():
         ring_all_reduce = load(overwrites=True)
         for name, tensor in inputs(seed, rank).items():
+            content = tensor.clone()
             with Counted(None) as counted:
                 total = check_returned(ring_all_reduce(tensor), Tensor, "the sum, a tensor")
             sums[name], sent[name] = total.clone(), compare.by_kind(counted.sent)
+            tensor.copy_(content)
+            again[name] = ring_all_reduce(tensor).clone()
     return {
         "sums": sums,
+        "again": again,
         "sent": sent,
         "messages": len(MESSAGES),
         "waited for": sum(message.waited_for for message in MESSAGES),
@@ -156,8 +164,11 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         if not line.ok:
             break
     yield line
+    reference = "the same sums, of the same tensors"
+    yield compare.tensors("output again", results["again"], total, reference, KEPT)
     for name, tensor in plain.items():
-        count, nbytes = tensor.numel(), tensor.nbytes
+        count = tensor.numel()
+        nbytes = tensor.nbytes
         limit = 2 * (size - 1) * -(-count // size) * tensor.element_size()
         sent = [of_rank[name].get("send", (0, 0))[1] for of_rank in results["sent"]]
         mistakes = {

@@ -29,7 +29,7 @@ def feed_forward() -> tuple[Callable, Callable]:
 
     shard(w1 [F, D], w2 [D, F], w3 [F, D]) -> a list of the tensors that this rank keeps, with at
         most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on exactly one
-        rank. The number of ranks need not divide F.
+        rank. The number of ranks need not divide F, and F may be smaller.
     forward(x [N, D], *kept) -> (silu(x @ w1.T) * (x @ w3.T)) @ w2.T [N, D], on every rank
     x is the same on all ranks, and so is the gradient of the output. x is also used after the
     block, by the residual connection: the check compares gradients of x + forward(x, *kept).
@@ -58,7 +58,7 @@ def feed_forward() -> tuple[Callable, Callable]:
             return grad
 
     def shard(w1: Tensor, w2: Tensor, w3: Tensor) -> list[Tensor]:
-        return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]
+        return [w.tensor_split(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]
 
     def forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         x = SumInBackward.apply(x)

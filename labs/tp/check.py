@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labs.machinery import compare
+from labs.machinery import compare, student
 from labs.machinery.compare import Property
 from labs.machinery.lab import drawn, plural
-from labs.machinery.student import SHARDING, check_returned
+from labs.machinery.student import check_returned
 from perf.instruments import Counted, Live
 
 FUNCTION = "feed_forward"
@@ -19,7 +19,7 @@ POINT = "one collective forward, one backward, none between"
 LEADS_TO = "parallel.py", "tensor_parallel"
 SIZES = 2, 3, 4
 BARRED = (
-    *SHARDING,
+    *student.SHARDING,
     "torch.distributed.tensor.parallel.parallelize_module",
     "torch.distributed.tensor.parallel.ColwiseParallel",
     "torch.distributed.tensor.parallel.RowwiseParallel",
@@ -38,7 +38,22 @@ ALIKE = (
     "forward gets them in the order in which shard returns them, and multiplies by their "
     "transposes."
 )
-ERRORS = {"cannot be multiplied": ALIKE, "must match the size of tensor": ALIKE}
+FEW = (
+    "There may be fewer features than ranks. chunk(n) can return fewer than n chunks; "
+    "tensor_split(n) always returns n, and some may be empty."
+)
+ERRORS = {
+    "cannot be multiplied": ALIKE,
+    "must match the size of tensor": ALIKE,
+    "tuple index out of range": FEW,
+    "not enough values to unpack": FEW,
+}
+HOOKED = (
+    "The first call is right, and the second with the same parts is not: a hook on a part stays "
+    "there, and each call adds one."
+)
+LARGE = 1000  # times as large is x in the last call: exp of the gates is infinite, or 0
+OVERFLOWS = "exp of a large number is infinite: use F.silu or torch.sigmoid."
 TOKENS, WIDTH, FEATURES = 5, 12, 26  # N, D and F; neither 3 nor 4 ranks divide F
 SHAPES = {"w1": (FEATURES, WIDTH), "w2": (WIDTH, FEATURES), "w3": (FEATURES, WIDTH)}
 ONE_SUM = {"all-reduce": (1, TOKENS * WIDTH * 8)}
@@ -76,22 +91,49 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     # place. A student who pads has 0 there.
     numbers = torch.arange(1 + 3 * FEATURES * WIDTH, dtype=torch.float64)
     places = [part.long().flatten() for part in shard(*split(numbers).values())]
-    gradients, owned = torch.zeros_like(numbers), torch.zeros(numbers.shape, dtype=torch.bool)
-    for place, part in zip(places, kept):
+    owned = torch.zeros(numbers.shape, dtype=torch.bool)
+    for place in places:
         owned[place] = True
-        if part.grad is not None:
-            gradients[place] = part.grad.flatten()
+
+    def gradients_of(x: Tensor, parts: list[Tensor]) -> dict[str, Tensor]:
+        gradients = torch.zeros_like(numbers)
+        for place, part in zip(places, parts):
+            if part.grad is not None:
+                gradients[place] = part.grad.flatten()
+        return {"x": x.grad} | split(gradients)
+
+    gradients = gradients_of(x, kept)
+    more = {}  # calls with the same parts, and one of a block with a single feature
+    for name, factor in (("again", 1), ("large", LARGE)):
+        for part in kept:
+            part.grad = None
+        scaled = (factor * x.detach()).requires_grad_()
+        again = scaled + forward(scaled, *kept)
+        (again**2 / 2).sum().backward()
+        more[name] = again.detach(), gradients_of(scaled, kept)
+    if student.AGAIN:  # what is right so far is checked with fewer features than ranks, too
+        narrow = shard(*of_one_feature(*list(tensors(seed).values())[1:]))
+        narrow = [part.detach().requires_grad_() for part in narrow]
+        x_of_one = x.detach().clone().requires_grad_()
+        of_one = x_of_one + forward(x_of_one, *narrow)
+        (of_one**2 / 2).sum().backward()
+        more["one feature"] = of_one.detach(), {"x": x_of_one.grad}
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in kept}
     nbytes = sum(storage.nbytes() for storage in storages.values())
     return {
         "out": out.detach(),
-        "gradients": {"x": x.grad} | split(gradients),
+        "gradients": gradients,
+        "more": more,
         "owned": split(owned),
         "bytes": nbytes,
         "beside": kept_in_all - nbytes if kept_in_all - nbytes > INDICES else 0,
         "forward": compare.by_kind(in_forward.sent),
         "backward": compare.by_kind(in_backward.sent),
     }
+
+
+def of_one_feature(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return w1[:1].clone(), w2[:, :1].clone(), w3[:1].clone()
 
 
 def split(elements: Tensor) -> dict[str, Tensor]:
@@ -119,6 +161,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     wanted = [{"x": x.grad} | {name: g * own[name] for name, g in gradients.items()}
               for own in owned]  # fmt: skip
     yield compare.tensors("gradients", results["gradients"], wanted)
+    yield from check_more(results["more"], seed, owned)
     limit = 3 * WIDTH * -(-FEATURES // size) * 8
     elements = max(sum(int(m.sum()) for m in own.values()) for own in owned)
     mistakes = {
@@ -134,6 +177,27 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     by_input = owned[0]["w1"].any(1).all()
     for direction in ("forward", "backward"):
         yield check_sent(direction, compare.unexpected(results[direction], ONE_SUM), by_input)
+
+
+def check_more(more: list[dict], seed: int, owned: list[dict]) -> Iterator[Property]:
+    """Yield whether the further calls are right."""
+    mistakes = {"again": HOOKED, "large": OVERFLOWS, "one feature": FEW}
+    for name in more[0]:
+        mistake = mistakes[name]
+        x, *weights = tensors(seed).values()
+        x = (x * (LARGE if name == "large" else 1)).requires_grad_()
+        weights = of_one_feature(*weights) if name == "one feature" else weights
+        out = x + block(x, *(weight.requires_grad_() for weight in weights))
+        (out**2 / 2).sum().backward()
+        outs, gradients = ([of_rank[name][i] for of_rank in more] for i in (0, 1))
+        wanted = [{"x": x.grad} for _ in owned]
+        if name != "one feature":
+            of_weights = dict(zip(SHAPES, (weight.grad for weight in weights)))
+            wanted = [{"x": x.grad} | {key: g * own[key] for key, g in of_weights.items()}
+                      for own in owned]  # fmt: skip
+        found = [{"out": out} | of_rank for out, of_rank in zip(outs, gradients)]
+        wanted = [{"out": out.detach()} | of_rank for of_rank in wanted]
+        yield compare.tensors(name, found, wanted, otherwise=mistake)
 
 
 def check_sent(direction: str, sent: dict[str, tuple[int, int]], by_input: bool) -> Property:

@@ -37,8 +37,8 @@ UNEVEN = "Collectives take equally much of each rank, and ranks do not divide al
 ERRORS = {
     "outputShape": UNEVEN,
     "invalid tensor size": UNEVEN,
-    "out of range": "Tensor.chunk gives fewer chunks than ranks where there are too few rows: "
-    "flatten, and pad them.",
+    "tuple index out of range": "Tensor.chunk gives fewer chunks than ranks where there are too "
+    "few rows: flatten, and pad them.",
     "a leaf Variable that requires grad": "An update is not part of the graph: write into "
     "parameter.data, or under torch.no_grad().",
 }
@@ -48,7 +48,7 @@ BROADCAST = (
 )
 # Neither 3 nor 4 ranks divide all of them, and more than half of the numbers are the embedding's.
 MATRICES = {"embedding": (101, 16), "wq": (16, 16), "w1": (24, 16), "w2": (16, 24)}
-VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
+VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,), "scale": (1,)}  # of one, most have none
 SHAPES = MATRICES | VECTORS
 P = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 DECAYS = 0.1, 0.0  # of matrices and vectors
@@ -68,7 +68,7 @@ def parameters_of(seed: int) -> tuple[dict[str, nn.Parameter], list[dict]]:
         {"params": [named[name] for name in shapes], "weight_decay": decay}
         for shapes, decay in zip((MATRICES, VECTORS), DECAYS)
     ]
-    return named, groups
+    return named, [*groups, {"params": [], "weight_decay": 0.1}]
 
 
 def gradients_of(seed: int, step: int, rank: int) -> dict[str, Tensor]:
@@ -129,7 +129,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     name = f"those of one process's AdamW after {len(LRS)} steps"
     yield compare.tensors("weights", results["weights"], reference(seed, size), name)
     kept = results["kept"]
-    total, two = sum(kept), 2 * P * 8
+    total = sum(kept)
+    two = 2 * P * 8
     mistakes = {
         "Two moments of each weight have to be kept by some rank, in tensors.": total < two,
         "Each rank keeps as many bytes as both moments of all weights have: of those, it needs "

@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from labs.machinery.guard import check_guarded  # noqa: E402
+from labs.machinery.checking import check_module  # noqa: E402
+from labs.machinery.guard import Job, check_guarded  # noqa: E402
 
 lab, file, seconds = sys.argv[1:]
-print(json.dumps(check_guarded(lab, Path(file), 5, float(seconds))))
+job = Job(lab, Path(file), 5, check_module(lab).SIZES, float(seconds), cpu_seconds=60)
+((_, found),) = check_guarded([job])
+print(json.dumps(found))
