@@ -50,7 +50,7 @@ def values_of(field) -> tuple:
     elif isinstance(field.default, bool):
         values = (False, True)
     else:
-        values = field.metadata["choices"] or (1, 2, 4)
+        values = field.metadata["flag"].choices or (1, 2, 4)
     wanted = dict.fromkeys([field.default, *values])
     return tuple(value for value in wanted if value != "auto")
 
@@ -257,7 +257,7 @@ def assert_result(ranks: int, given: dict, result: dict, references: dict) -> No
 
 
 def test_config_names_every_schedule():
-    told = FLAGS["schedule"].metadata["help"]
+    told = FLAGS["schedule"].metadata["flag"].help
     assert all(f"{name}," in told for name in SCHEDULES)
 
 
