@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,8 +172,8 @@ def test_the_learning_rate_rises_stays_and_falls():
     rates = [learning_rate(step, 21, 1.0, run) for step in range(1, 22)]
     falling = [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert rates == [0.25, 0.5, 0.75, *[1.0] * 12, *falling]
-    assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0
-    assert learning_rate(1, Namespace(lr=1.0, warmup=50, steps=2)) == 0.02
+    assert learning_rate(1, 10, 1.0, Pretraining(warmup=0)) == 1.0
+    assert learning_rate(1, 2, 1.0, Pretraining(warmup=50)) == 0.02
 
 
 @pytest.mark.parametrize("parallel", [dict(dp="fsdp"), slow(dict(tp=2))])
