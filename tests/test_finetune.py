@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import launch, metrics, refused, succeed
-from exact import effective_weights, plain_step
+from plain import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_2_13, step_of, succeed
-from exact import plain_model
+from plain import plain_model
 from test_finetune import factors, flags, same_run
 from test_formats import our_model, saved
 from workers.train_cases import build
