@@ -41,9 +41,10 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
     T = 24  # as in `shared`
     for within in (False, True):
         positions = random_positions(3, T, within)
-        q = torch.randn(3, T, 4, 8, dtype=torch.float64, requires_grad=True)
-        k = torch.randn(3, T, 2, 8, dtype=torch.float64, requires_grad=True)
-        v = torch.randn(3, T, 2, 8, dtype=torch.float64, requires_grad=True)
+        float64 = dict(dtype=torch.float64, requires_grad=True)
+        q = torch.randn(3, T, 4, 8, **float64)
+        k = torch.randn(3, T, 2, 8, **float64)
+        v = torch.randn(3, T, 2, 8, **float64)
         parts = []
         for rank in range(n):
             batch = shared(positions, rank, n)
@@ -58,8 +59,9 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
         expected = attend(q, k, v, mask)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         grad = torch.randn_like(found)
-        gradients = torch.autograd.grad(found, (q, k, v), grad)
-        expected = torch.autograd.grad(expected, (q, k, v), grad)
+        inputs = q, k, v
+        gradients = torch.autograd.grad(found, inputs, grad)
+        expected = torch.autograd.grad(expected, inputs, grad)
         torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -69,9 +71,7 @@ def test_every_rank_attends_to_equally_many_tokens():
     n = 4  # ranks
     chunk = T // (2 * n)
     square = 4 * chunk**2 * 3 * 4 * 8  # FLOPs of three rows, and of four heads of width 8
-    q = torch.randn(3, T, 4, 8, dtype=torch.float64)
-    k = torch.randn(3, T, 4, 8, dtype=torch.float64)
-    v = torch.randn(3, T, 4, 8, dtype=torch.float64)
+    q, k, v = torch.randn(3, 3, T, 4, 8, dtype=torch.float64)
     positions = torch.arange(T).expand(3, T)
     for rank in range(n):
         batch = shared(positions, rank, n, T=T)

@@ -20,9 +20,15 @@ from techniques.nf4 import dequantized, quantized
 from text.batch import Batch, Documents
 
 
+def leaves(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return copies in another dtype, which get gradients."""
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
 def with_gradients(y: torch.Tensor, inputs: list, grad: torch.Tensor) -> tuple:
     """Return y and the gradients of its inputs, given its own."""
-    return y, *torch.autograd.grad(y, inputs, grad.to(y))
+    gradients = torch.autograd.grad(y, inputs, grad.to(y))
+    return y, *gradients
 
 
 # ---------------------------------------------------------------------------------- optimizers
@@ -50,10 +56,12 @@ def test_attention_by_documents_is_attention_by_mask(kv_heads):
         k = torch.randn(3, 200, kv_heads, 64, device=DEVICE)
         v = torch.randn(3, 200, kv_heads, 64, device=DEVICE)
         grad = torch.randn_like(q)
-        inputs = [t.requires_grad_() for t in (q, k, v)]
-        by_mask = with_gradients(attend(*inputs, mask), inputs, grad)
-        inputs = [t.detach().to(LOW).requires_grad_() for t in (q, k, v)]
-        by_lengths = with_gradients(attend(*inputs, batch.documents), inputs, grad)
+        inputs = leaves((q, k, v), torch.float32)
+        out = attend(*inputs, mask)
+        by_mask = with_gradients(out, inputs, grad)
+        inputs = leaves((q, k, v), LOW)
+        out = attend(*inputs, batch.documents)
+        by_lengths = with_gradients(out, inputs, grad)
         close(by_lengths, by_mask, 0.02)
 
 
@@ -72,10 +80,10 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
         own_grad = own_tokens(grad, rank, 3)
         results = []
         for dtype in (torch.float32, LOW):
-            batch = shared(positions, rank, 3, T=240, dtype=dtype).to(DEVICE)
-            documents = batch.documents
+            batch = shared(positions, rank, 3, T=240, dtype=dtype)
+            documents = batch.to(DEVICE).documents
             assert isinstance(documents.masks[0], Documents) == (dtype == LOW)
-            inputs = [t.to(dtype).detach().requires_grad_() for t in (own_q, k, v)]
+            inputs = leaves((own_q, k, v), dtype)
             out = documents.attend_to(*inputs)
             results.append(with_gradients(out, inputs, own_grad))
         by_mask, by_lengths = results
@@ -85,9 +93,16 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
 # ------------------------------------------------------------------------------------- experts
 
 
+COUNTS = [  # rows of each expert
+    (40, 0, 100, 3, 57),
+    (0, 0, 200, 0, 0),
+    (0, 0, 0, 0, 0),
+]
+
+
 @needs_gpu
 @pytest.mark.parametrize("F", [384, 6])
-@pytest.mark.parametrize("counts", [(40, 0, 100, 3, 57), (0, 0, 200, 0, 0), (0, 0, 0, 0, 0)])
+@pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_products_in_bfloat16_are_those_of_the_cpu(counts, F):
     """Also of experts without rows, whose weights get a gradient of zeros."""
     torch.manual_seed(0)
@@ -123,11 +138,13 @@ def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
     weight = torch.randn(384, 512, dtype=torch.bfloat16)
     weight[3] *= 100  # an outlier
     grad = torch.randn(1, 256, 384, dtype=torch.bfloat16)
-    inputs = [x.cuda().requires_grad_(), weight.cuda().requires_grad_()]
+    inputs = leaves((x.cuda(), weight.cuda()), torch.bfloat16)
     product = torch.compile(float8_product, fullgraph=True) if compiled else float8_product
-    on_gpu = with_gradients(product(*inputs, recipe), inputs, grad)
-    inputs = [x.requires_grad_(), weight.requires_grad_()]
-    on_cpu = with_gradients(float8_product(*inputs, recipe), inputs, grad)
+    y = product(*inputs, recipe)
+    on_gpu = with_gradients(y, inputs, grad)
+    inputs = leaves((x, weight), torch.bfloat16)
+    y = float8_product(*inputs, recipe)
+    on_cpu = with_gradients(y, inputs, grad)
     close(on_gpu, on_cpu, 0.01)
 
 

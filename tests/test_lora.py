@@ -225,10 +225,11 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
 
 
 SOME = [
-    r".*layers\.1.*\.(q_proj|up_proj)", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj"],
+    dict(target_modules=r".*layers\.1.*\.(q_proj|up_proj)"),
+    dict(target_modules=["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj"]),
     dict(target_modules=["v_proj", "o_proj"], layers_to_transform=[1]),
     dict(target_modules="all-linear", exclude_modules=r".*layers\.0.*"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("some", SOME, ids=str)
@@ -236,8 +237,7 @@ def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
     peft = pytest.importorskip("peft")
     plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
     theirs = base_in_transformers(tmp_path / "base", plain)
-    settings = some if isinstance(some, dict) else dict(target_modules=some)
-    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **some)
     theirs = peft.get_peft_model(theirs, config).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     load_adapter(plain, tmp_path / "adapter")
@@ -294,13 +294,25 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, name):
         load_adapter(Llama(CONFIG), tmp_path)
 
 
-@pytest.mark.parametrize("key, value", [
-    ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
-    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
-    ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
-    ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
+VARIANTS = [
+    ("peft_type", "IA3"),
+    ("bias", "all"),
+    ("fan_in_fan_out", True),
+    ("use_rslora", "false"),
+    ("rank_pattern", {"q_proj": 2}),
+    ("alpha_pattern", {"q_proj": 2}),
+    ("r", "8"),
+    ("r", 0),
+    ("lora_alpha", None),
+    ("lora_dropout", -1),
+    ("lora_dropout", 1.5),
+    ("init_lora_weights", "pissa"),
+    ("modules_to_save", ["lm_head"]),
     ("target_modules", ["q_proj", "lm_head"]),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("key, value", VARIANTS)
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]
