@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exact import orthogonalized
+from plain import orthogonalized
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig

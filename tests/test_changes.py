@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CHANGES, ROOT, changed_copy, launch, metrics, needs_2_13, refused, succeed
-from exact import GROUPED, assert_traffic, case, plain_model, plain_step, train
+from exact import GROUPED, assert_traffic, case, train
+from plain import plain_model, plain_step
 from test_model import peer_in_float64, relative, to_hugging_face
 from test_train import flags, same_metrics
 from torch.func import functional_call

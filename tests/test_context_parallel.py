@@ -1,4 +1,6 @@
-"""techniques/context_parallel.py: what a rank attends to, and how long a sequence may be."""
+"""techniques/context_parallel.py: what a rank attends to, and how long a sequence may be.
+
+Attention is compared with that of whole sequences by a mask, FLOPs with a count of chunks."""
 
 from types import SimpleNamespace
 
@@ -22,10 +24,11 @@ def shared(
 ) -> SharedBatch:
     """What `rank` of n has of three rows with these positions."""
     tokens = torch.arange(3 * T).view(3, T)
+    batch = Batch(tokens, tokens + 1, positions, text_bytes=7)
     mesh = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: n)
     parallel = ParallelConfig(replicate=n, cp=n, dtype=dtype)
     world = SimpleNamespace(cp_mesh=mesh, parallel=parallel)
-    return share_sequences(Batch(tokens, tokens + 1, positions, text_bytes=7), world)
+    return share_sequences(batch, world)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -38,31 +41,44 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
     T = 24  # as in `shared`
     for within in (False, True):
         positions = random_positions(3, T, within)
-        sizes = ((3, T, heads, 8) for heads in (4, 2, 2))
-        q, k, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
-        expected, parts = attend(q, k, v, document_mask(positions, T)), []
+        float64 = dict(dtype=torch.float64, requires_grad=True)
+        q = torch.randn(3, T, 4, 8, **float64)
+        k = torch.randn(3, T, 2, 8, **float64)
+        v = torch.randn(3, T, 2, 8, **float64)
+        parts = []
         for rank in range(n):
             batch = shared(positions, rank, n)
-            documents, size = batch.documents, T // (2 * n)
+            documents = batch.documents
+            size = T // (2 * n)
             masks = [batch.documents_until(end, size) for end in documents.ends]
             documents = documents._replace(masks=masks)
-            parts.append(documents.attend_to(own_tokens(q, rank, n), k, v))
+            own_queries = own_tokens(q, rank, n)
+            parts.append(documents.attend_to(own_queries, k, v))
         found = whole_sequences(torch.stack(parts))
+        mask = document_mask(positions, T)
+        expected = attend(q, k, v, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         grad = torch.randn_like(found)
-        results = [(out, *torch.autograd.grad(out, (q, k, v), grad)) for out in (found, expected)]
-        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+        inputs = q, k, v
+        gradients = torch.autograd.grad(found, inputs, grad)
+        expected = torch.autograd.grad(expected, inputs, grad)
+        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_every_rank_attends_to_equally_many_tokens():
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
-    T, n, heads, width = 48, 4, 4, 8
-    square = 4 * (T // (2 * n)) ** 2 * 3 * heads * width  # FLOPs of three rows
-    q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
+    T = 48
+    n = 4  # ranks
+    chunk = T // (2 * n)
+    square = 4 * chunk**2 * 3 * 4 * 8  # FLOPs of three rows, and of four heads of width 8
+    q, k, v = torch.randn(3, 3, T, 4, 8, dtype=torch.float64)
+    positions = torch.arange(T).expand(3, T)
     for rank in range(n):
-        documents = shared(torch.arange(T).expand(3, T), rank, n, T=T).documents
+        batch = shared(positions, rank, n, T=T)
+        own_queries = own_tokens(q, rank, n)
         products = sdpa_kernel(SDPBackend.MATH)  # whose operators the counter knows
         with products, FlopCounterMode(display=False) as counted:
-            documents.attend_to(own_tokens(q, rank, n), k, v)
+            batch.documents.attend_to(own_queries, k, v)
         assert counted.get_total_flops() == (2 * n + 1) * square
 
 

@@ -1,13 +1,13 @@
 """Every split computes what one process does, to 1e-12 (Muon: 1e-10), and sends as predicted.
 
-Cases are chosen by pairwise testing: any two values of two OPTIONS occur together in some case,
-unless the project refuses them together. The fast tests take QUICK: cases of a short draw that add
-most pairs and compute little. `-m slow` takes all cases of a long draw too, compiled ones among
-them, and some that are new each day. What rounds is compared with our own step on one process."""
+The reference is plain.py. Cases are chosen by pairwise testing: any two values of two OPTIONS occur
+together in some case, unless the project refuses them together. The fast tests take QUICK: cases of
+a short draw that add most pairs and compute little. `-m slow` takes all cases of a long draw too,
+compiled ones among them, and some that are new each day. What rounds is compared with our own step
+on one process."""
 
 import functools
 import itertools
-import operator
 import os
 from datetime import date
 from functools import partial
@@ -51,8 +51,8 @@ def values_of(field) -> tuple:
         values = (False, True)
     else:
         values = field.metadata["flag"].choices or (1, 2, 4)
-    wanted = dict.fromkeys([field.default, *values])
-    return tuple(value for value in wanted if value != "auto")
+    distinct = dict.fromkeys([field.default, *values])
+    return tuple(value for value in distinct if value != "auto")
 
 
 OPTIONS = {name: values_of(field) for name, field in FLAGS.items() if name not in NOT_DRAWN}
@@ -78,43 +78,61 @@ def make_case(ranks: int, drawn: dict) -> dict:
     """Return a case of exact.py. Raises UserError where the project refuses it, for options that
     have no effect together, and where there is no reference to compare with."""
     options = {name: value for name, value in drawn.items() if name in FLAGS}
-    lora, bits, tp, cp = ADAPTERS[drawn["adapters"]], drawn["base_bits"], drawn["tp"], drawn["cp"]
-    float8 = drawn["float8"] != "none"
+    lora = ADAPTERS[drawn["adapters"]]
+    bits = drawn["base_bits"]
+    tp = drawn["tp"]
+    cp = drawn["cp"]
+    microbatch = drawn["microbatch"]
+    has_experts = drawn["experts"] != "none"
+    has_float8 = drawn["float8"] != "none"
     parallel = exact.parallel_config(ranks, bool(lora), **options)
-    data = parallel.replicate * parallel.shard
-    if BATCH * cp // data % drawn["microbatch"]:
+    data_ranks = parallel.replicate * parallel.shard
+    share = BATCH * cp // data_ranks
+    if share % microbatch:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
         raise UserError("without adapters, 4 bits have no effect")
-    if drawn["experts"] != "none" and lora and drawn["adapters"] != "wq wo":
+    if has_experts and lora and drawn["adapters"] != "wq wo":
         raise UserError("experts have no adapters")
-    if drawn["experts"] != "none" and bits == 4:
+    if has_experts and bits == 4:
         raise UserError("experts are not stored in 4 bits")
-    if drawn["generate"] and (lora or float8):
+    if drawn["generate"] and (lora or has_float8):
         raise UserError("tokens are compared with those of a plain model")
-    if cp > 1 and (float8 or drawn["moments"] == "bfloat16"):
+    if cp > 1 and (has_float8 or drawn["moments"] == "bfloat16"):
         raise UserError("other tokens are rounded together than on one process")
-    if float8 and drawn["async_tp"]:
+    if has_float8 and drawn["async_tp"]:
         raise UserError("other chunks are rounded together than on one process")
-    config = {1: ODD, 2: GROUPED, 4: FOUR_HEADS}[tp]
-    if bits == 4 or float8:  # both compute in blocks of features: each rank needs whole ones
-        config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
-    config = config | dict(tie_embeddings=drawn["tied"], rope_scaling=drawn["rope_scaling"])
-    config = config | dict(qkv_bias=drawn["qkv_bias"]) | EXPERTS[drawn["experts"]]
+    config = dict({1: ODD, 2: GROUPED, 4: FOUR_HEADS}[tp])
+    if bits == 4 or has_float8:  # both compute in blocks of features: each rank needs whole ones
+        config |= dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
+    config["tie_embeddings"] = drawn["tied"]
+    config["rope_scaling"] = drawn["rope_scaling"]
+    config["qkv_bias"] = drawn["qkv_bias"]
+    config |= EXPERTS[drawn["experts"]]
     if drawn["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
-        config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
+        config["qk_norm"] = True
+        config["head_dim"] = 16 if config["dim"] % 64 else 64
     if parallel.pp > 1:
-        config = config | dict(n_layers=parallel.pp * parallel.stages_per_rank + 1)
-    seq = SEQ if HAS_2_13 or tp == 1 else 16
-    seq = 24 if cp > 1 else 16 if float8 else seq  # 2 cp has to divide it, or float8's 16
+        config["n_layers"] = parallel.pp * parallel.stages_per_rank + 1
+    seq = SEQ
+    if cp > 1:
+        seq = 24  # 2 cp has to divide it
+    elif has_float8 or (tp > 1 and not HAS_2_13):
+        seq = 16  # float8 takes whole blocks of 16
     model = meta_model(LlamaConfig(**config), trainable=not lora)
-    check_step(Work(model, parallel, BATCH, drawn["microbatch"], seq), bits)
-    options |= dict(replicate=parallel.replicate, shard=parallel.shard)
-    options |= dict(stages_per_rank=parallel.stages_per_rank)
-    given = case(config, drawn["microbatch"], **options) | dict(packed=drawn["packed"])
-    given |= {"lora": lora | dict(base_bits=bits)} if lora else {}
-    given |= {"seq": seq} if seq != SEQ else {}
-    return given | ({"generate": True} if drawn["generate"] else {})
+    work = Work(model, parallel, BATCH, microbatch, seq)
+    check_step(work, bits)
+    for size in ("replicate", "shard", "stages_per_rank"):
+        options[size] = getattr(parallel, size)
+    given = case(config, microbatch, **options)
+    given["packed"] = drawn["packed"]
+    if lora:
+        given["lora"] = lora | dict(base_bits=bits)
+    if seq != SEQ:
+        given["seq"] = seq
+    if drawn["generate"]:
+        given["generate"] = True
+    return given
 
 
 def is_possible(ranks: int, drawn: dict) -> bool:
@@ -129,25 +147,34 @@ def drawn_quickly(ranks: int) -> list[dict]:
     quick = []
     for drawn in pairwise(OPTIONS, partial(is_possible, ranks), ranks, SHORT):
         given = make_case(ranks, drawn)
-        few = attentions(given, given["config"]["n_layers"] / drawn["pp"]) <= MOST_ATTENTIONS
-        quick += [drawn] if few and not drawn["compile"] else []
+        layers = given["config"]["n_layers"] / drawn["pp"]
+        is_quick = attentions(given, layers) <= MOST_ATTENTIONS
+        if is_quick and not drawn["compile"]:
+            quick.append(drawn)
     return quick[: FAST[ranks]]
 
 
 def drawn_slowly(ranks: int) -> list[dict]:
     """Return cases that cover all other pairs of a long draw, and every two-hundredth case of a
     random walk that starts anew each day."""
+
+    def cost(drawn: dict) -> int:
+        return 3 if drawn["compile"] else 1
+
     possible = partial(is_possible, ranks)
     walk = random_walk(OPTIONS, possible, f"{SEED} {ranks}")
-    cost = dict(cost=lambda drawn: 3 if drawn["compile"] else 1, covered=DRAWN[ranks])
-    long = pairwise(OPTIONS, possible, ranks, LONG, **cost)
-    return [*itertools.islice(walk, 200, 1000, 200), *long]
+    of_today = itertools.islice(walk, 200, 1000, 200)
+    long = pairwise(OPTIONS, possible, ranks, LONG, cost=cost, covered=DRAWN[ranks])
+    return [*of_today, *long]
 
 
 def named(ranks: int, drawn: list[dict]) -> dict[str, tuple[int, dict]]:
     """Return name -> (ranks, case of exact.py) for the values of some cases."""
-    names = (f"{ranks} ranks: {case_name(values, OPTIONS)}" for values in drawn)
-    return {name: (ranks, make_case(ranks, values)) for name, values in zip(names, drawn)}
+    cases = {}
+    for values in drawn:
+        name = f"{ranks} ranks: {case_name(values, OPTIONS)}"
+        cases[name] = ranks, make_case(ranks, values)
+    return cases
 
 
 DRAWN = {ranks: drawn_quickly(ranks) for ranks in FAST}
@@ -158,55 +185,62 @@ TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
 # Without experts --ep is refused, so that few draws have it.
 EP = PLAIN | dict(dp="fsdp", ep=2, experts="bias")
-EP_2 = [EP | dict(microbatch=1, generate=True), EP | dict(tp=2, checkpointing="full", packed=True)]
-EP_4 = [EP | dict(dp="ddp", experts="plain", optimizer="muon"), EP | dict(pp=2, reshard="none")]
-EP_4 += [EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon")]
-QUICK = named(1, DRAWN[1]) | named(2, [*DRAWN[2], BIASED, *EP_2])
+EP_2 = [
+    EP | dict(microbatch=1, generate=True),
+    EP | dict(tp=2, checkpointing="full", packed=True),
+]
+EP_4 = [
+    EP | dict(dp="ddp", experts="plain", optimizer="muon"),
+    EP | dict(pp=2, reshard="none"),
+    EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon"),
+]
+QUICK = named(1, DRAWN[1])
+QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2])
 QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
-BUCKETS = make_case(2, PLAIN) | dict(config=ODD | dict(dim=240, ffn_dim=1400))
-QUICK["2 ranks: several buckets"] = 2, BUCKETS
+WIDE = ODD | dict(dim=240, ffn_dim=1400)
+QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)
 for ranks in (1, 2):
-    own_loss = make_case(ranks, PLAIN | dict(tp=ranks)) | dict(own_loss=True)
-    QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, own_loss
+    of_tp = make_case(ranks, PLAIN | dict(tp=ranks))
+    QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, of_tp | dict(own_loss=True)
 
 # Preferences on rows of pairs, with the adapters off in a second forward, or with all weights; and
 # sampled answers that were rewarded.
-QUICK |= {
-    f"{ranks} ranks: {objective} {adapters} {values}": (
-        ranks,
-        make_case(ranks, PLAIN | dict(packed=objective in LOSSES, adapters=adapters) | values)
-        | dict(objective=objective, seq=24),
-    )
-    for ranks, objective, adapters, values in (
-        (1, "sigmoid", "w1 w3", dict(microbatch=1, checkpointing="full")),
-        (1, "ipo", "dora", dict(base_bits=4)),
-        (1, "rewards", "dora", dict(base_bits=4)),
-        (2, "sigmoid", "all", dict(dp="ddp")),
-        (2, "sigmoid", "dora", dict(dp="fsdp")),
-        (2, "sigmoid", "dora", dict(tp=2)),
-        (2, "ipo", "all", dict(cp=2, microbatch=4)),
-        (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
-        (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
-        (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
-        (2, "ipo", "none", dict(dp="fsdp", ep=2, experts="plain")),
-        (2, "ipo", "none", dict(tp=2, tied=True)),
-        (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
-        (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
-        (2, "rewards", "all", dict(tp=2)),
-        (2, "rewards", "all", dict(cp=2, microbatch=4)),
-        (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
-    )
-}
+OBJECTIVES = [
+    (1, "sigmoid", "w1 w3", dict(microbatch=1, checkpointing="full")),
+    (1, "ipo", "dora", dict(base_bits=4)),
+    (1, "rewards", "dora", dict(base_bits=4)),
+    (2, "sigmoid", "all", dict(dp="ddp")),
+    (2, "sigmoid", "dora", dict(dp="fsdp")),
+    (2, "sigmoid", "dora", dict(tp=2)),
+    (2, "ipo", "all", dict(cp=2, microbatch=4)),
+    (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
+    (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
+    (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
+    (2, "ipo", "none", dict(dp="fsdp", ep=2, experts="plain")),
+    (2, "ipo", "none", dict(tp=2, tied=True)),
+    (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
+    (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
+    (2, "rewards", "all", dict(tp=2)),
+    (2, "rewards", "all", dict(cp=2, microbatch=4)),
+    (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
+]
+for ranks, objective, adapters, values in OBJECTIVES:
+    of_task = dict(packed=objective in LOSSES, adapters=adapters)
+    given = make_case(ranks, PLAIN | of_task | values)
+    given |= dict(objective=objective, seq=24)
+    QUICK[f"{ranks} ranks: {objective} {adapters} {values}"] = ranks, given
 
 
 def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
     """Return some cases again as those of preferences or, where rows are no pairs, of rewards."""
-    usable = [
-        (name, ranks, given)
-        for name, (ranks, given) in cases.items()
-        if not (reference_of(given) or given["config"].get("n_experts") or "generate" in given)
-    ]
-    found, losses = {}, itertools.cycle(LOSSES)
+    usable = []
+    for name, (ranks, given) in cases.items():
+        rounds = reference_of(given) is not None
+        has_experts = "n_experts" in given["config"]
+        if not (rounds or has_experts or "generate" in given):
+            usable.append((name, ranks, given))
+    found = {}
+    losses = itertools.cycle(LOSSES)
     for name, ranks, given in usable[::3]:
         objective = next(losses) if given["packed"] else "rewards"
         found[f"{name} {objective}"] = ranks, given | dict(objective=objective, seq=24)
@@ -216,7 +250,9 @@ def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, di
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
-    cases = functools.reduce(operator.or_, (named(ranks, drawn_slowly(ranks)) for ranks in FAST))
+    cases = {}
+    for ranks in FAST:
+        cases |= named(ranks, drawn_slowly(ranks))
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
     slower |= of_objectives(slower)
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
@@ -230,9 +266,9 @@ def train_all(directory: Path, cases: dict[str, tuple[int, dict]], within=()) ->
     results = {}
     for ranks in FAST:
         ours = {name: given for name, (n, given) in cases.items() if n == ranks}
+        nproc = ranks if ranks > 1 else 0
         if ours:
-            options = dict(timeout=1800, within=within)
-            results |= exact.train(directory, ranks * (ranks > 1), ours, **options)
+            results |= exact.train(directory, nproc, ours, timeout=1800, within=within)
     return results
 
 
@@ -240,20 +276,26 @@ def reference_of(given: dict) -> dict | None:
     """Return the same case on one process for a case that rounds to fewer bits, which plain PyTorch
     does not. That it rounds as it should is left to test_float8.py and test_adamw.py."""
     parallel = {name: given["parallel"][name] for name in ("float8", "moments", "optimizer")}
-    rounds = parallel["float8"] != "none" or parallel["moments"] != "float32"
-    return given | {"parallel": parallel, "steps": steps_of(given)} if rounds else None
+    if parallel["float8"] == "none" and parallel["moments"] == "float32":
+        return None
+    return given | {"parallel": parallel, "steps": steps_of(given)}
 
 
 def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:
-    references = (reference_of(given) for _, given in cases.values())
-    wanted = {str(reference): reference for reference in references if reference}
+    wanted = {}
+    for _, given in cases.values():
+        reference = reference_of(given)
+        if reference:
+            wanted[str(reference)] = reference
     return exact.train(directory, 0, wanted, timeout=1800) if wanted else {}
 
 
 def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:
     """Assert that the result of a case equals its reference."""
     reference = reference_of(given)
-    assert_case(result, given, ranks, reference and references[str(reference)])
+    if reference:
+        reference = references[str(reference)]
+    assert_case(result, given, ranks, reference)
 
 
 def test_config_names_every_schedule():
@@ -263,18 +305,21 @@ def test_config_names_every_schedule():
 
 def pytest_generate_tests(metafunc) -> None:
     if metafunc.function.__name__ == CASE_TEST:
-        slower = slower_cases() if asks_for_slow(metafunc.config) else {}
         cases = [pytest.param(*given, id=name) for name, given in QUICK.items()]
-        cases += [pytest.param(*slower[name], id=name, marks=pytest.mark.slow) for name in slower]
+        if asks_for_slow(metafunc.config):
+            for name, given in slower_cases().items():
+                cases.append(pytest.param(*given, id=name, marks=pytest.mark.slow))
         metafunc.parametrize("ranks, given", cases)
 
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
     """Return the results of the selected cases, and of the references that they need."""
-    items = [item for item in request.session.items if item.originalname == CASE_TEST]
-    calls = [item.callspec for item in items]
-    cases = {call.id: (call.params["ranks"], call.params["given"]) for call in calls}
+    cases = {}
+    for item in request.session.items:
+        if item.originalname == CASE_TEST:
+            given = item.callspec.params
+            cases[item.callspec.id] = given["ranks"], given["given"]
     directory = tmp_path_factory.mktemp("cases")
     return train_all(directory, cases), train_references(directory, cases)
 

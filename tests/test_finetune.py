@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import launch, metrics, refused, succeed
-from exact import effective_weights, plain_step
+from plain import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 
@@ -42,19 +42,21 @@ def base(tmp_path_factory) -> Path:
 
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
     """Return the flags of a short run in float64, without evaluation."""
-    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8,
-                 lr=1e-3, warmup=min(2, steps), eval_every=0, save_every=0,
-                 dtype="float64") | more  # fmt: skip
-    return as_flags(given)
+    given = dict(init=base_dir, data=samples, out=out, steps=steps)
+    given |= dict(seq_len=SEQ, batch=8, lr=1e-3, warmup=min(2, steps))
+    given |= dict(eval_every=0, save_every=0, dtype="float64")
+    return as_flags(given | more)
 
 
 def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {name: t.read() for name, t in open_safetensors(checkpoint / PEFT_FILES[1]).items()}
+    stored = open_safetensors(checkpoint / PEFT_FILES[1])
+    return {name: tensor.read() for name, tensor in stored.items()}
 
 
 def same_run(out: Path, expected: Path, step: int) -> None:
     same_metrics(metrics(out), metrics(expected))
-    same_weights(*(factors(run / f"step-{step:08d}") for run in (out, expected)))
+    checkpoint = f"step-{step:08d}"
+    same_weights(factors(out / checkpoint), factors(expected / checkpoint))
 
 
 def last_factors(out: Path) -> dict[str, torch.Tensor]:
@@ -65,10 +67,12 @@ def last_factors(out: Path) -> dict[str, torch.Tensor]:
 def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
     """W + scale B A in a model without adapters, AdamW on A and B, or on all weights, loss on the
     answers alone."""
-    out, lora = tmp_path / "run", None if all_weights else dict(rank=4, alpha=6)
-    options = (lora or dict(all_weights=True)) | dict(clip=0.05, microbatch=2)
-    options |= dict(checkpointing="selective")
-    succeed("finetune_lora.py", *flags(base, sums, out, **options), nproc=2 * all_weights)
+    out = tmp_path / "run"
+    lora = None if all_weights else dict(rank=4, alpha=6)
+    options = dict(clip=0.05, microbatch=2, checkpointing="selective")
+    options |= lora or dict(all_weights=True)
+    nproc = 2 if all_weights else 0
+    succeed("finetune_lora.py", *flags(base, sums, out, **options), nproc=nproc)
 
     bare = Llama(replace(CONFIG, tie_embeddings=False)).double()
     model = load_pretrained(base, torch.float64).requires_grad_(True)
@@ -76,103 +80,138 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
         add_adapters(model, LoRA(rank=4))
         init_adapters(model, seed=0)
     trained = adapters(model) or dict(model.named_parameters())
-    settings = dict(betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
-    optimizer = torch.optim.AdamW(trained.values(), **settings)
+    optimizer = torch.optim.AdamW(
+        trained.values(),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=False,
+        foreach=False,
+    )
     rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
     for step, row in enumerate(metrics(out)):
-        batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
-        given = effective_weights(model, lora), (batch.tokens, None, batch.positions)
-        logits = torch.func.functional_call(bare, *given)
+        chosen = [window_of(step * 8 + i, len(rows), seed=0) for i in range(8)]
+        batch = rows.batch(chosen)
+        weights = effective_weights(model, lora)
+        given = batch.tokens, None, batch.positions
+        logits = torch.func.functional_call(bare, weights, given)
         for group in optimizer.param_groups:
             group["lr"] = row["lr"]
         (loss, _, norm), _ = plain_step(logits, batch.targets, trained, optimizer, clip=0.05)
         assert row["loss"] == pytest.approx(loss, rel=1e-12)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    checkpoint = out / "step-00000004"
     if all_weights:
-        saved = load_pretrained(out / "step-00000004", torch.float64)
+        saved = load_pretrained(checkpoint, torch.float64)
+        same_weights(dict(saved.named_parameters()), trained)
         assert succeed("generate.py", out, "--chat", "--prompt", "1").out
-        return same_weights(dict(saved.named_parameters()), trained)
-    load_adapter(saved := load_pretrained(base, torch.float64), out / "step-00000004")
-    same_weights(adapters(saved), trained)
+    else:
+        saved = load_pretrained(base, torch.float64)
+        load_adapter(saved, checkpoint)
+        same_weights(adapters(saved), trained)
 
 
 def test_a_run_on_two_ranks_is_the_same_run(base, sums, tmp_path):
     """Metrics, factors and samples agree."""
     samples = []
+    options = dict(eval_every=2, eval_windows=7, microbatch=1)
     for name, nproc in (("one", 0), ("two", 2)):
-        given = flags(base, sums, tmp_path / name, eval_every=2, eval_windows=7, microbatch=1)
-        result = succeed("finetune_lora.py", *given, nproc=nproc)
+        command = "finetune_lora.py", *flags(base, sums, tmp_path / name, **options)
+        result = succeed(*command, nproc=nproc)
         assert ("each rank would send: --dp ddp" in result.out) == bool(nproc)
         samples.append(samples_in(result))
     same_run(tmp_path / "two", tmp_path / "one", step=4)
-    assert samples[0] == samples[1] and len(samples[0]) > 6
+    one, two = samples
+    assert one == two
+    assert len(one) > 6
 
 
 def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
-    options = dict(save_every=2, dtype="float32", dropout=0.3, async_save=True)
+    options = dict(save_every=2, async_save=True, dtype="float32", dropout=0.3)
     command = "finetune_lora.py", *flags(base, sums, tmp_path, **options)
     succeed(*command, nproc=2)
     resumes(tmp_path, 2, last_factors, *command, nproc=2)
 
 
-LEARNS = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
+LEARNS = dict(
+    steps=30,
+    eval_every=30,
+    rank=8,
+    lr=2e-2,
+    dtype="float32",
+    merge=True,
+)
 
 
 @pytest.fixture(scope="module")
 def learnt(base, sums, tmp_path_factory):
     """A run of 30 steps, and what it prints."""
     out = tmp_path_factory.mktemp("learnt") / "run"
-    return out, succeed("finetune_lora.py", *flags(base, sums, out, **LEARNS)).out
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **LEARNS))
+    return out, result.out
 
 
 def test_it_learns_and_other_scripts_use_the_result(base, learnt):
     """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
     out, told = learnt
-    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", told)]
-    assert losses[1] < 0.9 * losses[0]
+    before, after, *_ = re.findall(r"validation loss ([\d.]+)", told)
+    assert float(after) < 0.9 * float(before)
     (checkpoint,) = out.glob("step-*")
     files = {path.name for path in checkpoint.iterdir()}  # no weights of the base
     assert files == {*PEFT_FILES, "optimizer", "run.json", "SHA256SUMS"}
     moments = read_index(checkpoint / "optimizer").state_dict_metadata
-    assert moments and all(".lora_" in name for name in moments)
+    assert moments
+    assert all(".lora_" in name for name in moments)
 
-    load_adapter(model := load_pretrained(base), checkpoint)
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
+    by_base = succeed("generate.py", base, *question).out
+    model = load_pretrained(base)
+    load_adapter(model, checkpoint)
     prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], BYTES)
     (tokens,) = generate(model, [prompt], 12, temperature=0, stop=BYTES.stop)
-    expected = BYTES.decode(t for t in tokens if t < 256)
-    assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
+    answer = BYTES.decode(token for token in tokens if token < 256)
+    assert by_adapter == f"{answer}\n"
+    assert by_merged == by_adapter
+    assert by_base != by_adapter
 
 
 def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
     """It may be submitted again. It is no base, and no other adapter may be merged into OUT."""
     out, _ = learnt
-    arguments = "finetune_lora.py", *flags(base, sums, out, **LEARNS), "--resume"
-    again = succeed(*arguments).out
-    assert "has done its 30 steps" in again and "merged:     python generate" in again
-    refused(launch(*arguments, "--steps=31"), f"{out / 'merged'} exists: remove")
-    refused(launch(*arguments, "--rank=3"), "another adapter", "rank 8, not 3")
+    command = "finetune_lora.py", *flags(base, sums, out, **LEARNS), "--resume"
+    again = succeed(*command)
+    assert "has done its 30 steps" in again.out
+    assert "merged:     python generate" in again.out
+    longer = launch(*command, "--steps=31")
+    refused(longer, f"{out / 'merged'} exists: remove")
+    another = launch(*command, "--rank=3")
+    refused(another, "another adapter", "rank 8, not 3")
     no_base = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
     refused(no_base, "is an adapter: generate.py takes it as --adapter, with ")
 
 
 def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
     """The loss of other answers rises with each step; a resumed run remembers the best."""
-    out, other = tmp_path / "run", tmp_path / "other.jsonl"
+    out = tmp_path / "run"
+    other = tmp_path / "other.jsonl"
     other.write_text(sums.read_text().replace('"completion": "is', '"completion": "@@@@'))
-    options = dict(lr=0.02, warmup=0, eval_every=1, keep=1, keep_best=True, merge="best")
-    options |= dict(val_data=other)
-    succeed("finetune_lora.py", *flags(base, sums, out, **options | dict(merge="last", steps=2)))
+    options = dict(lr=0.02, warmup=0, val_data=other)
+    options |= dict(eval_every=1, keep=1, keep_best=True)
+    first = flags(base, sums, out, **options, merge="last", steps=2)
+    succeed("finetune_lora.py", *first)
     shutil.rmtree(out / "merged")
-    succeed("finetune_lora.py", *flags(base, sums, out, **options | dict(steps=5)), "--resume")
+    more = flags(base, sums, out, **options, merge="best", steps=5)
+    succeed("finetune_lora.py", *more, "--resume")
     losses = {row["step"]: row["val_loss"] for row in metrics(out)}
-    best = f"step-{min(losses, key=losses.get):08d}"
-    assert (out / "best").resolve().name == best != "step-00000005"
-    assert sorted(p.name for p in out.glob("step-*")) == [best, "step-00000005"]
+    best_step = min(losses, key=losses.get)
+    best = f"step-{best_step:08d}"
+    assert (out / "best").resolve().name == best
+    assert best != "step-00000005"
+    assert sorted(path.name for path in out.glob("step-*")) == [best, "step-00000005"]
     expected = tmp_path / "expected"
     succeed("checkpoint.py", "merge", base, out / "best", expected)
-    ours, theirs = (dict(load_pretrained(p).named_parameters()) for p in (out / "merged", expected))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours = load_pretrained(out / "merged")
+    for name, weight in load_pretrained(expected).named_parameters():
+        assert torch.equal(ours.get_parameter(name), weight)

@@ -64,17 +64,21 @@ def same_angles(monkeypatch):
     float64."""
 
     def on_the_cpu(config, positions) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(angles.to(positions.device) for angles in rope_angles(config, positions.cpu()))
+        found = rope_angles(config, positions.cpu())
+        return tuple(angles.to(positions.device) for angles in found)
 
     monkeypatch.setattr(model_py, "rope_angles", on_the_cpu)
 
 
 def weights_of(config, lora=None) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    named = build_on_meta(config, lora).named_parameters()
-    return {
-        name: torch.ones(p.shape) if p.ndim == 1 else torch.randn(p.shape) / 20 for name, p in named
-    }
+    weights = {}
+    for name, parameter in build_on_meta(config, lora).named_parameters():
+        if parameter.ndim == 1:
+            weights[name] = torch.ones(parameter.shape)
+        else:
+            weights[name] = torch.randn(parameter.shape) / 20
+    return weights
 
 
 def built(process, config=SMALL, lora=None, **parallel) -> tuple:
@@ -101,9 +105,11 @@ def batch_of(rows: int, length: int, packed: bool, config=SMALL) -> Batch:
 
 def gradients(model, runner, batch, world, microbatch=2) -> dict[str, torch.Tensor]:
     """Return the loss and each gradient of a batch."""
-    loss = accumulate(runner, batch.to(DEVICE), microbatch, world)
-    named = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
-    return {"loss": loss} | {name: to_local(grad) for name, grad in named}
+    found = {"loss": accumulate(runner, batch.to(DEVICE), microbatch, world)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = to_local(parameter.grad)
+    return found
 
 
 @functools.cache
@@ -121,10 +127,12 @@ def on_the_cpu(lora=None, packed=False, config=SMALL) -> dict[str, torch.Tensor]
 def close(found, expected, tolerance: float) -> None:
     """Assert that tensors, by name or in a tuple, are within a tolerance of their norm."""
     if isinstance(expected, tuple):
-        found, expected = (dict(enumerate(tensors)) for tensors in (found, expected))
+        found = dict(enumerate(found))
+        expected = dict(enumerate(expected))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        ours, theirs = (t.detach().double().cpu() for t in (found[name], value))
+        ours = found[name].detach().double().cpu()
+        theirs = value.detach().double().cpu()
         error = (ours - theirs).norm() / theirs.norm()
         assert error < tolerance, (name, float(error))
 

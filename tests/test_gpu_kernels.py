@@ -1,4 +1,6 @@
-"""Kernels on one GPU: attention by documents, experts, 8 and 4 bits, the optimizers'."""
+"""Kernels on one GPU: attention by documents, experts, 8 and 4 bits, the optimizers'.
+
+Each is compared with what the same code computes on the CPU, or with attention by a mask."""
 
 import pytest
 import torch
@@ -16,6 +18,18 @@ from techniques.experts import GroupedLinear
 from techniques.float8 import float8_product, has_float8
 from techniques.nf4 import dequantized, quantized
 from text.batch import Batch, Documents
+
+
+def leaves(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return copies in another dtype, which get gradients."""
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
+def with_gradients(y: torch.Tensor, inputs: list, grad: torch.Tensor) -> tuple:
+    """Return y and the gradients of its inputs, given its own."""
+    gradients = torch.autograd.grad(y, inputs, grad.to(y))
+    return y, *gradients
+
 
 # ---------------------------------------------------------------------------------- optimizers
 
@@ -37,14 +51,17 @@ def test_attention_by_documents_is_attention_by_mask(kv_heads):
         positions = random_positions(3, 200, within=trial % 2 == 0)
         tokens = torch.zeros(3, 200, dtype=torch.int64)
         batch = Batch(tokens, tokens, positions, 0).to(DEVICE)
-        q, k, v = (torch.randn(3, 200, h, 64, device=DEVICE) for h in (4, kv_heads, kv_heads))
-        grad, results = torch.randn_like(q), []
-        for dtype in (torch.float32, LOW):
-            inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-            mask = batch.documents if dtype == LOW else document_mask(batch.positions, 200)
-            out = attend(*inputs, mask)
-            results.append((out, *torch.autograd.grad(out, inputs, grad.to(dtype))))
-        by_mask, by_lengths = results
+        mask = document_mask(batch.positions, 200)
+        q = torch.randn(3, 200, 4, 64, device=DEVICE)
+        k = torch.randn(3, 200, kv_heads, 64, device=DEVICE)
+        v = torch.randn(3, 200, kv_heads, 64, device=DEVICE)
+        grad = torch.randn_like(q)
+        inputs = leaves((q, k, v), torch.float32)
+        out = attend(*inputs, mask)
+        by_mask = with_gradients(out, inputs, grad)
+        inputs = leaves((q, k, v), LOW)
+        out = attend(*inputs, batch.documents)
+        by_lengths = with_gradients(out, inputs, grad)
         close(by_lengths, by_mask, 0.02)
 
 
@@ -54,16 +71,21 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
     """What each of three ranks computes once it has all keys and values."""
     torch.manual_seed(0)
     positions = random_positions(3, 240, within=True) if packed else None
-    q, k, v, grad = (torch.randn(3, 240, h, 64, device=DEVICE) for h in (4, 2, 2, 4))
+    q = torch.randn(3, 240, 4, 64, device=DEVICE)
+    k = torch.randn(3, 240, 2, 64, device=DEVICE)
+    v = torch.randn(3, 240, 2, 64, device=DEVICE)
+    grad = torch.randn_like(q)
     for rank in range(3):
+        own_q = own_tokens(q, rank, 3)
+        own_grad = own_tokens(grad, rank, 3)
         results = []
         for dtype in (torch.float32, LOW):
-            documents = shared(positions, rank, 3, T=240, dtype=dtype).to(DEVICE).documents
+            batch = shared(positions, rank, 3, T=240, dtype=dtype)
+            documents = batch.to(DEVICE).documents
             assert isinstance(documents.masks[0], Documents) == (dtype == LOW)
-            own_q, own_grad = (own_tokens(t, rank, 3).to(dtype) for t in (q, grad))
-            inputs = [t.to(dtype).detach().requires_grad_() for t in (own_q, k, v)]
+            inputs = leaves((own_q, k, v), dtype)
             out = documents.attend_to(*inputs)
-            results.append((out, *torch.autograd.grad(out, inputs, own_grad)))
+            results.append(with_gradients(out, inputs, own_grad))
         by_mask, by_lengths = results
         close(by_lengths, by_mask, 0.02)
 
@@ -71,25 +93,34 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
 # ------------------------------------------------------------------------------------- experts
 
 
+COUNTS = [  # rows of each expert
+    (40, 0, 100, 3, 57),
+    (0, 0, 200, 0, 0),
+    (0, 0, 0, 0, 0),
+]
+
+
 @needs_gpu
 @pytest.mark.parametrize("F", [384, 6])
-@pytest.mark.parametrize("counts", [(40, 0, 100, 3, 57), (0, 0, 200, 0, 0), (0, 0, 0, 0, 0)])
+@pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_products_in_bfloat16_are_those_of_the_cpu(counts, F):
     """Also of experts without rows, whose weights get a gradient of zeros."""
     torch.manual_seed(0)
-    shapes = (sum(counts), 256), (5, F, 256), (sum(counts), F)
-    x, weight, grad = (torch.randn(*shape, device=DEVICE).to(LOW) for shape in shapes)
+    rows = sum(counts)
+    x = torch.randn(rows, 256, device=DEVICE).to(LOW)
+    weight = torch.randn(5, F, 256, device=DEVICE).to(LOW)
+    grad = torch.randn(rows, F, device=DEVICE).to(LOW)
     results = []
     for device, dtype in ((DEVICE, LOW), ("cpu", torch.float64)):
         layer = GroupedLinear(5, 256, F, used=1).to(device, dtype)
         layer.weight.data.copy_(weight)
         inputs = x.to(device, dtype).requires_grad_()
         y = layer(inputs, torch.tensor(counts, device=device))
-        found = torch.autograd.grad(y, [inputs, layer.weight], grad.to(device, dtype))
-        results.append([y, *found])
+        results.append(with_gradients(y, [inputs, layer.weight], grad))
     for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape
         error = (ours.cpu().double() - theirs).norm()
-        assert ours.shape == theirs.shape and error <= 0.01 * theirs.norm()
+        assert error <= 0.01 * theirs.norm()
 
 
 # -------------------------------------------------------------------------------- 8 and 4 bits
@@ -103,17 +134,18 @@ def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
     if not has_float8(torch.device("cuda"), torch.bfloat16, recipe):
         pytest.skip(f"this GPU has no {recipe} products")
     torch.manual_seed(0)
-    shapes = (1, 256, 512), (384, 512), (1, 256, 384)
-    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+    x = torch.randn(1, 256, 512, dtype=torch.bfloat16)
+    weight = torch.randn(384, 512, dtype=torch.bfloat16)
     weight[3] *= 100  # an outlier
-
-    def outputs(device: str, product) -> tuple[torch.Tensor, ...]:
-        inputs = [t.to(device).requires_grad_() for t in (x, weight)]
-        y = product(*inputs, recipe)
-        return y, *torch.autograd.grad(y, inputs, grad.to(device))
-
+    grad = torch.randn(1, 256, 384, dtype=torch.bfloat16)
+    inputs = leaves((x.cuda(), weight.cuda()), torch.bfloat16)
     product = torch.compile(float8_product, fullgraph=True) if compiled else float8_product
-    close(outputs("cuda", product), outputs("cpu", float8_product), 0.01)
+    y = product(*inputs, recipe)
+    on_gpu = with_gradients(y, inputs, grad)
+    inputs = leaves((x, weight), torch.bfloat16)
+    y = float8_product(*inputs, recipe)
+    on_cpu = with_gradients(y, inputs, grad)
+    close(on_gpu, on_cpu, 0.01)
 
 
 @needs_gpu
@@ -121,21 +153,25 @@ def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
 def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
     """Codes and numbers bit for bit; output and gradients of a layer, also under autocast."""
     torch.manual_seed(0)
-    matrix, x, grad = (torch.randn(*shape) for shape in ((384, 512), (2, 64, 512), (2, 64, 384)))
-    stored = quantized(matrix)
-    for on_cpu, on_gpu in zip(stored, quantized(matrix.cuda()), strict=True):
-        assert torch.equal(on_cpu, on_gpu.cpu())
+    matrix = torch.randn(384, 512)
+    x = torch.randn(2, 64, 512)
+    grad = torch.randn(2, 64, 384)
+    weight, row_scale = quantized(matrix)
+    weight_on_gpu, row_scale_on_gpu = quantized(matrix.cuda())
+    assert torch.equal(weight, weight_on_gpu.cpu())
+    assert torch.equal(row_scale, row_scale_on_gpu.cpu())
     for dtype in (torch.float32, torch.bfloat16):
-        numbers = dequantized(*(parameter.cuda() for parameter in stored), dtype)
-        assert torch.equal(dequantized(*stored, dtype), numbers.cpu())
+        numbers = dequantized(weight, row_scale, dtype)
+        numbers_on_gpu = dequantized(weight_on_gpu, row_scale_on_gpu, dtype)
+        assert torch.equal(numbers, numbers_on_gpu.cpu())
 
-    layer = LoRALinear(torch.nn.Linear(512, 384, bias=False), LoRA(8, dora=dora), bits=4)
-    with torch.no_grad():
-        for parameter, value in zip((layer.weight, layer.row_scale), stored):
-            parameter.copy_(value)
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.uniform_(-1, 1)
+    linear = torch.nn.Linear(512, 384, bias=False)
+    layer = LoRALinear(linear, LoRA(8, dora=dora), bits=4)
+    layer.weight.data.copy_(weight)
+    layer.row_scale.data.copy_(row_scale)
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            parameter.data.uniform_(-1, 1)
     results = {}
     for device in ("cpu", "cuda"):
         layer.to(device)
@@ -143,5 +179,5 @@ def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
         inputs = x.to(device).requires_grad_()
         with torch.autocast(device, torch.bfloat16):
             y = layer(inputs)
-        results[device] = y, *torch.autograd.grad(y, [inputs, *trained], grad.to(y))
+        results[device] = with_gradients(y, [inputs, *trained], grad)
     close(results["cuda"], results["cpu"], 0.02)

@@ -20,7 +20,8 @@ from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
 QWEN2 = replace(CONFIG, rope_scaling=1.0, qkv_bias=True)
-TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=torch.Generator().manual_seed(3))
+SEEDED = torch.Generator().manual_seed(3)
+TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=SEEDED)
 
 
 def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
@@ -55,8 +56,10 @@ def test_training_starts_from_the_model_as_it_is(dora):
     for name, factor in adapters(model).items():
         if name.endswith("lora_A"):  # uniform within 1 / sqrt(in)
             bound = factor.shape[1] ** -0.5
-            assert 0.9 * bound < factor.abs().max() <= bound
-            assert factor.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
+            largest = factor.abs().max()
+            std = factor.std().item()
+            assert 0.9 * bound < largest <= bound
+            assert std == pytest.approx(bound / 3**0.5, rel=0.15)
 
 
 def merged(layer: LoRALinear) -> torch.Tensor:
@@ -79,50 +82,67 @@ def test_merge(dtype, dora):
         layer.weight.copy_(merged(layer))
         exact = base + 7 / 3 * layer.lora_B.double() @ layer.lora_A.double()
         if dora:
-            exact *= (layer.lora_magnitude / exact.norm(dim=1))[:, None]
-        assert torch.allclose(layer.weight.double(), exact, rtol=2 * torch.finfo(dtype).eps)
+            norms = exact.norm(dim=1)
+            exact *= (layer.lora_magnitude / norms)[:, None]
+        unit = torch.finfo(dtype).eps
+        assert torch.allclose(layer.weight.double(), exact, rtol=2 * unit)
         layer.lora_B.zero_()  # now the weight has it
     error = (model(TOKENS) - before).norm() / before.norm()
-    assert error < {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    tolerances = {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}
+    assert error < tolerances[dtype]
 
 
 def test_dropout_acts_on_the_input_of_adapters():
     """It masks x and scales it up, with autograd's gradients; in evaluation it does nothing."""
-    layer = LoRALinear(nn.Linear(24, 16, bias=False).double(), LoRA(rank=4, dropout=0.4))
-    nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
+    linear = nn.Linear(24, 16, bias=False).double()
+    layer = LoRALinear(linear, LoRA(rank=4, dropout=0.4))
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
 
     def plain(dropped: torch.Tensor) -> torch.Tensor:
-        return x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
+        change = 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
+        return x @ layer.weight.T + change
 
     torch.manual_seed(5)
     y = layer(x)
     torch.manual_seed(5)
     dropped = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
-    assert 0.2 < (dropped == 0).double().mean() < 0.6
-    grad, inputs = torch.randn_like(y), (x, layer.lora_A, layer.lora_B)
-    ours, theirs = ((y, *torch.autograd.grad(y, inputs, grad)) for y in (y, plain(dropped)))
+    share_dropped = (dropped == 0).double().mean()
+    assert 0.2 < share_dropped < 0.6
+    expected = plain(dropped)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    inputs = x, layer.lora_A, layer.lora_B
+    grad = torch.randn_like(y)
+    ours = torch.autograd.grad(y, inputs, grad)
+    theirs = torch.autograd.grad(expected, inputs, grad)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    torch.testing.assert_close(layer.eval()(x), plain(x), rtol=0, atol=1e-12)
+    without_dropout = layer.eval()(x)
+    torch.testing.assert_close(without_dropout, plain(x), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
 def test_norms_of_rows_and_magnitudes_in_bfloat16():
     """Norms are exact under autocast. FSDP rounds magnitudes: a factor that is 1 stays 1. A row of
     zeros yields zeros, not NaN."""
-    layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
-    nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
+    linear = nn.Linear(64, 32, bias=False)
+    layer = LoRALinear(linear, LoRA(rank=4, dora=True))
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
     exact = layer.weight.double() + 4 * layer.lora_B.double() @ layer.lora_A.double()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.allclose(layer.row_norms().double(), exact.norm(dim=1), rtol=1e-6)
+        norms = layer.row_norms()
+    assert torch.allclose(norms.double(), exact.norm(dim=1), rtol=1e-6)
     layer.weight[3] = 0
     nn.init.zeros_(layer.lora_B)
     layer.lora_magnitude.copy_(layer.row_norms())
-    x, parameters = torch.randn(5, 64), layer.ordered_parameters()[:4]
+    x = torch.randn(5, 64)
+    parameters = layer.ordered_parameters()[:4]
     norms = layer.lora_magnitude.bfloat16(), layer.row_norms()
     y = layer.product(x, *parameters, *norms, 0.0, None, layer.lora.scale)
-    assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
+    assert torch.equal(y, x @ layer.weight.T)
+    assert not y[:, 3].any()
     assert merged(layer).isfinite().all()
 
 
@@ -134,8 +154,9 @@ def test_recomputation_drops_the_same_again(mode):
         recompute_and_compile(model, checkpointing, compile=False)
         torch.manual_seed(7)
         model(TOKENS, targets=TOKENS).backward()
-        gradients.append({name: p.grad for name, p in adapters(model).items()})
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+        gradients.append([factor.grad for factor in adapters(model).values()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(kept, recomputed)
 
 
 # ------------------------------------------------------------------------------------ PEFT's files
@@ -143,14 +164,18 @@ def test_recomputation_drops_the_same_again(mode):
 
 def save(directory, model: Llama, lora: LoRA) -> None:
     directory.mkdir(exist_ok=True)
-    save_adapter(directory, lora, model.config, gather_adapters(model), "base")
+    factors = gather_adapters(model)
+    save_adapter(directory, lora, model.config, factors, "base")
 
 
 def base_in_transformers(directory, model: Llama):
     """Return transformers' model of the weights beneath the adapters."""
-    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            weights[name] = StoredTensor.of(parameter.detach())
     directory.mkdir()
-    save_hf(directory, model.config, {name: StoredTensor.of(p) for name, p in named.items()})
+    save_hf(directory, model.config, weights)
     transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
@@ -166,66 +191,93 @@ KINDS = {
 def logits_agree(ours: Llama, theirs, base) -> None:
     """Assert that both have the same logits, and that these are not those of the base."""
     expected = theirs(TOKENS).logits
-    assert (ours(TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert (base(TOKENS) - expected).abs().max() > 0.01 * expected.abs().max()
+    largest = expected.abs().max()
+    error = (ours(TOKENS) - expected).abs().max()
+    change = (base(TOKENS) - expected).abs().max()
+    assert error < 1e-5 * largest
+    assert change > 0.01 * largest
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
-    peft, lora = pytest.importorskip("peft"), KINDS[kind]
-    model, plain = adapted(config, lora, torch.float32), Llama(config)
-    plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
-    save(adapter := tmp_path / "adapter", model, lora)
-    assert open_adapter(adapter, config)[0] == lora
+    peft = pytest.importorskip("peft")
+    lora = KINDS[kind]
+    model = adapted(config, lora, torch.float32)
+    plain = Llama(config)
+    without = {name: p for name, p in model.state_dict().items() if "lora" not in name}
+    plain.load_state_dict(without)
+    adapter = tmp_path / "adapter"
+    save(adapter, model, lora)
+    settings, _ = open_adapter(adapter, config)
+    assert settings == lora
     theirs = base_in_transformers(tmp_path / "base", model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
     logits_agree(model.eval(), theirs.eval(), plain.eval())
-    for factor in theirs.parameters():
-        factor.data.mul_(1.5) if factor.requires_grad else None
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.5)
     theirs.save_pretrained(tmp_path / "theirs")
     load_adapter(plain, tmp_path / "theirs")
     logits_agree(plain, theirs, model)
 
 
 SOME = [
-    r".*layers\.1.*\.(q_proj|up_proj)", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj"],
+    dict(target_modules=r".*layers\.1.*\.(q_proj|up_proj)"),
+    dict(target_modules=["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj"]),
     dict(target_modules=["v_proj", "o_proj"], layers_to_transform=[1]),
     dict(target_modules="all-linear", exclude_modules=r".*layers\.0.*"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("some", SOME, ids=str)
 def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
-    peft, plain = pytest.importorskip("peft"), adapted(CONFIG, LoRA(targets=()), torch.float32)
+    peft = pytest.importorskip("peft")
+    plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
     theirs = base_in_transformers(tmp_path / "base", plain)
-    settings = some if isinstance(some, dict) else dict(target_modules=some)
-    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **some)
     theirs = peft.get_peft_model(theirs, config).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     load_adapter(plain, tmp_path / "adapter")
-    torch.testing.assert_close(plain.eval()(TOKENS), theirs(TOKENS).logits)
+    logits = plain.eval()(TOKENS)
+    torch.testing.assert_close(logits, theirs(TOKENS).logits)
 
 
 def only(part: str):
-    return lambda found: {name: tensor for name, tensor in found.items() if part in name}
+    def change(found: dict) -> dict:
+        return {name: tensor for name, tensor in found.items() if part in name}
+
+    return change
 
 
 def with_more(module: str):
-    return lambda found: found | {f"base_model.model.{module}.lora_A.weight": found[min(found)]}
+    def change(found: dict) -> dict:
+        first = found[min(found)]
+        return found | {f"base_model.model.{module}.lora_A.weight": first}
+
+    return change
+
+
+def without_the_first(found: dict) -> dict:
+    return dict(list(found.items())[1:])
+
+
+def of_another_shape(found: dict) -> dict:
+    small = StoredTensor.of(torch.ones(8, 8))
+    return found | {max(found): small}
 
 
 WRONG = {  # name: a change of the tensors, and what is said
     "few": (only("q_proj"), "has no factors for"),
     "some layers of DoRA": (only("layers.1"), r"has no layers\.0.* here DoRA is on all layers"),
-    "lacks": (lambda found: dict(list(found.items())[1:]), "are not this Llama's"),
+    "lacks": (without_the_first, "are not this Llama's"),
     "unknown": (with_more("score"), "are not this Llama's"),
     "lm_head": (with_more("lm_head"), "changes lm_head: here an adapter changes matrices"),
     "resized": (with_more("model.embed_tokens"), "changes embed_tokens: here an adapter changes"),
-    "shape": (lambda old: old | {max(old): StoredTensor.of(torch.ones(8, 8))}, "other shapes"),
+    "shape": (of_another_shape, "other shapes"),
 }
 
 
@@ -234,10 +286,11 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, name):
     change, says = WRONG[name]
     lora = LoRA(dora="DoRA" in name)
     save(tmp_path, adapted(CONFIG, lora), lora)
-    found = open_safetensors(tmp_path / PEFT_FILES[1])
-    # Copies, since writing the file invalidates what was read from it.
-    copies = {name: StoredTensor.of(t.read().clone()) for name, t in found.items()}
-    save_safetensors(tmp_path / PEFT_FILES[1], change(copies), {})
+    path = tmp_path / PEFT_FILES[1]
+    copies = {}  # since writing the file invalidates what was read from it
+    for name, tensor in open_safetensors(path).items():
+        copies[name] = StoredTensor.of(tensor.read().clone())
+    save_safetensors(path, change(copies), {})
     with pytest.raises(UserError, match=says):
         load_adapter(Llama(CONFIG), tmp_path)
 
@@ -290,16 +343,31 @@ def test_names_in_pefts_memory(tmp_path):
     torch.testing.assert_close(plain.eval()(TOKENS), theirs(TOKENS).logits)
 
 
-@pytest.mark.parametrize("key, value", [
-    ("peft_type", "IA3"), ("bias", "all"), ("fan_in_fan_out", True), ("use_rslora", "false"),
-    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("r", "8"), ("r", 0),
-    ("lora_alpha", None), ("lora_dropout", -1), ("lora_dropout", 1.5),
-    ("init_lora_weights", "pissa"), ("modules_to_save", ["lm_head"]),
+VARIANTS = [
+    ("peft_type", "IA3"),
+    ("bias", "all"),
+    ("fan_in_fan_out", True),
+    ("use_rslora", "false"),
+    ("rank_pattern", {"q_proj": 2}),
+    ("alpha_pattern", {"q_proj": 2}),
+    ("r", "8"),
+    ("r", 0),
+    ("lora_alpha", None),
+    ("lora_dropout", -1),
+    ("lora_dropout", 1.5),
+    ("init_lora_weights", "pissa"),
+    ("modules_to_save", ["lm_head"]),
     ("target_modules", ["q_proj", "lm_head"]),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("key, value", VARIANTS)
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(UserError, match="lm_head" if key == "target_modules" else key):
+    settings = json.loads(path.read_text())
+    settings[key] = value
+    path.write_text(json.dumps(settings))
+    named = "lm_head" if key == "target_modules" else key
+    with pytest.raises(UserError, match=named):
         load_adapter(Llama(CONFIG), tmp_path)

@@ -53,17 +53,20 @@ def tokens_of(config: LlamaConfig, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+    size = b.norm().clamp(min=1e-300)
+    return ((a - b).norm() / size).item()
 
 
 def test_published_models_have_their_published_size():
     for name, size in PUBLISHED_SIZES.items():
-        assert sum(p.numel() for p in build_on_meta(PRESETS[name]).parameters()) == size
+        model = build_on_meta(PRESETS[name])
+        assert sum(p.numel() for p in model.parameters()) == size
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
     late = build_on_meta(SMALL).to_empty(device="cpu")
-    early, double = Llama(SMALL), Llama(SMALL).double()
+    early = Llama(SMALL)
+    double = Llama(SMALL).double()
     for model in (late, early, double):
         model.init_weights(seed=5)
     for name, parameter in late.named_parameters():
@@ -78,9 +81,11 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 def test_initial_weights_follow_what_a_module_says():
     model = Llama(replace(SMALL, qkv_bias=True, n_experts=4))
     model.init_weights()
-    block, small = model.layers["1"], 0.02 / math.sqrt(2 * SMALL.n_layers)
+    block = model.layers["1"]
     experts = block.feed_forward.experts
-    for layer, std in ((experts.w1, 0.02), (experts.w2, small), (block.attention.wo, small)):
+    small = 0.02 / math.sqrt(2 * SMALL.n_layers)
+    expected = {experts.w1: 0.02, experts.w2: small, block.attention.wo: small}
+    for layer, std in expected.items():
         assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
     assert not block.attention.wk.bias.any()
     model.more = nn.Parameter(torch.zeros(3))
@@ -99,14 +104,15 @@ def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
         layer, is_of_experts, matrix = name.partition(".feed_forward.experts.")
         place = f"model.{layer}.mlp"
         if name.endswith("router.weight"):
-            named[f"model.{name[: -len('.feed_forward.router.weight')]}.mlp.gate.weight"] = weight
+            layer, _, _ = name.partition(".feed_forward.")
+            named[f"model.{layer}.mlp.gate.weight"] = weight
         elif not is_of_experts:
             named[hf_name(name)] = to_hf_rows(name, config, weight)
         elif matrix == "w2.weight":
             named[f"{place}.experts.down_proj"] = weight
         elif matrix == "w1.weight":
-            both = weight, weights[name.replace("w1", "w3")]
-            named[f"{place}.experts.gate_up_proj"] = torch.cat(both, 1)
+            up = weights[name.replace("w1", "w3")]
+            named[f"{place}.experts.gate_up_proj"] = torch.cat([weight, up], 1)
     return named
 
 
@@ -120,14 +126,16 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
     def route(self, x):  # nor does theirs
         scores = F.linear(x.flatten(0, -2), self.weight)
         top = scores.softmax(-1).topk(self.top_k)
-        return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
+        weights = top.values / top.values.sum(-1, keepdim=True)
+        return scores, weights, top.indices
 
     # sdpa, since "eager" computes its softmax in float32
     model = hugging_face_model(config, kind, attn_implementation="sdpa", **more).double()
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
             module.forward = partial(norm, module)
-        if type(module).__name__.endswith("TopKRouter"):
+        if kind.endswith("TopKRouter"):
             module.forward = partial(route, module)
     return model
 
@@ -139,20 +147,25 @@ def test_logits_loss_and_every_gradient_equal_transformers(name):
     theirs = peer_in_float64(config, eos_token_id=None)
     weights = to_hugging_face(config, dict(ours.named_parameters()))
     loaded = theirs.load_state_dict(weights, strict=False)
-    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}
     tokens = tokens_of(config, 2, 48)
-    far = torch.arange(48).expand(2, -1) + 9000  # where the scaling of RoPE shows
-
     assert relative(ours(tokens), theirs(tokens).logits) < 1e-10
-    assert relative(ours(tokens, positions=far), theirs(tokens, position_ids=far).logits) < 1e-10
-    loss = ours(tokens[:, :-1], targets=tokens[:, 1:])
-    logits = theirs(tokens[:, :-1]).logits  # their own loss is computed in float32
-    reference = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    far = torch.arange(48).expand(2, -1) + 9000  # where the scaling of RoPE shows
+    logits = ours(tokens, positions=far)
+    assert relative(logits, theirs(tokens, position_ids=far).logits) < 1e-10
+
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    loss = ours(inputs, targets=targets)
+    logits = theirs(inputs).logits  # their own loss is computed in float32
+    reference = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     assert relative(loss, reference) < 1e-10
     loss.backward()
     reference.backward()
-    gradients = to_hugging_face(config, {n: p.grad for n, p in ours.named_parameters()})
-    expected = {n: p.grad for n, p in theirs.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    gradients = to_hugging_face(config, gradients)
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         assert relative(gradient, expected[key]) < 1e-10, key
@@ -164,16 +177,19 @@ def test_logits_loss_and_every_gradient_equal_transformers(name):
 def test_gradients_of_the_output_are_summed_in_float32():
     """Under autocast chunks are rounded to bfloat16, and their sum is not."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(4 * LOSS_CHUNK, 64), torch.randn(101, 64) / 8
-    targets, gradients = torch.randint(101, (len(hidden),)), []
+    hidden = torch.randn(4 * LOSS_CHUNK, 64)
+    weight = torch.randn(101, 64) / 8
+    targets = torch.randint(101, (len(hidden),))
+    gradients = []
     for dtype in (torch.float64, torch.float32):
         leaf = weight.to(dtype).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            loss = chunked_loss(hidden.to(dtype), leaf, targets, Vocabulary(len(weight)))
+            loss = chunked_loss(hidden.to(dtype), leaf, targets, Vocabulary(101))
         loss.backward(retain_graph=True)
         gradients.append(leaf.grad)
-    assert gradients[1].dtype == torch.float32
-    assert relative(gradients[1].double(), gradients[0]) < 0.0028  # rounded once more, 0.0031
+    exact, summed = gradients
+    assert summed.dtype == torch.float32
+    assert relative(summed.double(), exact) < 0.0028  # rounded once more, 0.0031
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -188,36 +204,46 @@ def test_a_compiled_loss_is_the_plain_one(dtype, monkeypatch):
     world = SimpleNamespace(parallel=ParallelConfig(compile=True), device=torch.device("cuda"))
     chunked_loss_py.apply(model, world)
     torch.manual_seed(0)
-    targets, found = torch.randint(101, (50,)), []
+    targets = torch.randint(101, (50,))
     targets[::7] = IGNORE
-    values = torch.randn(50, 64, dtype=dtype), torch.randn(101, 64, dtype=dtype) / 8
+    hidden = torch.randn(50, 64, dtype=dtype)
+    weight = torch.randn(101, 64, dtype=dtype) / 8
+    found = []
     for loss_of in (model.loss, sum_of_losses):
-        hidden, weight = (value.clone().requires_grad_() for value in values)
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            loss = loss_of(hidden, weight, targets, Vocabulary(101))
+            loss = loss_of(*inputs, targets, Vocabulary(101))
             with torch.no_grad():
-                assert relative(loss_of(hidden, weight, targets, Vocabulary(101)), loss) < 0.01
-        loss.backward()
-        found.append((loss.detach(), hidden.grad, weight.grad))
+                again = loss_of(*inputs, targets, Vocabulary(101))
+        assert relative(again, loss) < 0.01
+        gradients = torch.autograd.grad(loss, inputs)
+        found.append((loss.detach(), *gradients))
+    tolerance = 1e-13 if dtype == torch.float64 else 0.005
     for ours, expected in zip(*found):
-        assert relative(ours, expected) < (1e-13 if dtype == torch.float64 else 0.005)
+        assert relative(ours, expected) < tolerance
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
 
 
 def test_loss_of_nothing_is_zero_with_zero_gradients():
-    model, tokens = build(SMALL), tokens_of(SMALL, 2, 8)
-    loss = model(tokens, targets=torch.full_like(tokens, IGNORE))
+    model = build(SMALL)
+    tokens = tokens_of(SMALL, 2, 8)
+    nothing = torch.full_like(tokens, IGNORE)
+    loss = model(tokens, targets=nothing)
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
 
 
 def test_loss_is_float32_in_bfloat16():
-    model, tokens = build(SMALL), tokens_of(SMALL, 2, 9)
-    expected = model(tokens[:, :-1], targets=tokens[:, 1:])
-    loss = model.bfloat16()(tokens[:, :-1], targets=tokens[:, 1:])
+    model = build(SMALL)
+    tokens = tokens_of(SMALL, 2, 9)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    expected = model(inputs, targets=targets)
+    loss = model.bfloat16()(inputs, targets=targets)
     loss.backward()
-    assert loss.dtype == torch.float32 and model.output.weight.grad.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert model.output.weight.grad.dtype == torch.bfloat16
     assert relative(loss.double(), expected) < 0.02
 
 
@@ -227,34 +253,47 @@ def test_loss_is_float32_in_bfloat16():
 @pytest.mark.parametrize("at_a_time", [2048, 5])
 def test_cached_generation_equals_the_uncached_forward(at_a_time, monkeypatch):
     monkeypatch.setattr("generate.AT_A_TIME", at_a_time)
-    model, prompts = build(SMALL), [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
-    for prompt, new in zip(prompts, generate(model, prompts, 25, temperature=0)):
-        logits = model(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1]
-        assert new == logits.argmax(-1).tolist()
+    model = build(SMALL)
+    prompts = [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
+    answers = generate(model, prompts, 25, temperature=0)
+    for prompt, new in zip(prompts, answers):
+        logits = model(torch.tensor([prompt + new]))[0]
+        likeliest = logits.argmax(-1).tolist()
+        assert new == likeliest[len(prompt) - 1 : -1]
 
 
 def test_generation_stops_row_by_row():
-    model, prompts = build(SMALL), [tokens_of(SMALL, 4, seed=n).tolist() for n in range(6)]
+    model = build(SMALL)
+    prompts = [tokens_of(SMALL, 4, seed=n).tolist() for n in range(6)]
     free = generate(model, prompts, 30, temperature=0)
     stop = (free[0][3], free[2][8])
-    for whole, stopped in zip(free, generate(model, prompts, 30, temperature=0, stop=stop)):
-        hits = [i for i, token in enumerate(whole) if token in stop]
-        assert stopped == (whole[: hits[0] + 1] if hits else whole)
+    answers = generate(model, prompts, 30, temperature=0, stop=stop)
+    for whole, stopped in zip(free, answers):
+        expected = []
+        for token in whole:
+            expected.append(token)
+            if token in stop:
+                break
+        assert stopped == expected
 
 
 def test_sampling_follows_temperature_top_k_and_top_p():
-    p, top2 = torch.tensor([0.1, 0.5, 0.15, 0.25]), torch.tensor([0, 2 / 3, 0, 1 / 3])
+    p = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    squared = p.pow(2) / p.pow(2).sum()
+    top2 = torch.tensor([0, 2 / 3, 0, 1 / 3])
     second = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    logits = p.log().expand(4000, -1)
     for temperature, top_k, top_p, expected in (
         (1.0, 0, 1.0, p),
-        (0.5, 0, 1.0, p.pow(2) / p.pow(2).sum()),
+        (0.5, 0, 1.0, squared),
         (1.0, 2, 1.0, top2),
         (1.0, 0, 0.6, top2),
         (1.0, 0, 1e-9, second),
         (0.0, 0, 1.0, second),
     ):
-        uniform = torch.rand(4000, generator=torch.Generator().manual_seed(0))
-        picked = sample(p.log().expand(4000, -1), temperature, top_k, top_p, uniform)
+        generator = torch.Generator().manual_seed(0)
+        uniform = torch.rand(4000, generator=generator)
+        picked = sample(logits, temperature, top_k, top_p, uniform)
         found = picked.bincount(minlength=4) / 4000
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
@@ -262,16 +301,24 @@ def test_sampling_follows_temperature_top_k_and_top_p():
 @pytest.mark.parametrize("name", ["mha", "gqa", "tied"])
 def test_flops_by_formula_equal_flops_counted(name):
     config = CONFIGS[name]
-    model, tokens = build(config), tokens_of(config, 2, 33)
+    model = build(config)
+    tokens = tokens_of(config, 2, 33)
     # The plain attention kernel: the fused one computes its scores a second time in backward.
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with plain, FlopCounterMode(display=False) as counter:
-        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+        loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+        loss.backward()
     assert counter.get_total_flops() == flops_per_token(model, 32) * 64
 
 
 def test_peak_flops_of_known_and_unknown_devices():
-    known = {"H100 80GB HBM3": 989.4e12, "H100 PCIe": 756e12, "A100-SXM4-80GB": 312e12}
-    known |= {"GeForce RTX 4090": 165.2e12, "GeForce RTX 4090 Laptop GPU": None, "RTX A1000": None}
-    for name, flops in known.items():
+    expected = {
+        "H100 80GB HBM3": 989.4e12,
+        "H100 PCIe": 756e12,
+        "A100-SXM4-80GB": 312e12,
+        "GeForce RTX 4090": 165.2e12,
+        "GeForce RTX 4090 Laptop GPU": None,
+        "RTX A1000": None,
+    }
+    for name, flops in expected.items():
         assert peak_flops(f"NVIDIA {name}") == flops

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_2_13, step_of, succeed
-from exact import plain_model
+from plain import plain_model
 from test_finetune import factors, flags, same_run
 from test_formats import our_model, saved
 from workers.train_cases import build
@@ -42,30 +42,36 @@ def rounded_to_4_bits(model: Llama) -> Llama:
 def base(tmp_path_factory) -> Path:
     """A checkpoint in bfloat16, whose matrices 4 bits can hold."""
     model = our_model(CONFIG, torch.bfloat16, seed=3, factor=4, norms=(1, 1))
-    return saved(tmp_path_factory.mktemp("base") / "base", model, BYTES)
+    directory = tmp_path_factory.mktemp("base")
+    return saved(directory / "base", model, BYTES)
 
 
 @pytest.fixture(scope="module")
 def one_run(base, sums, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
-    result = succeed("finetune_lora.py", *flags(base, sums, out, **FLAGS, merge=True))
+    command = flags(base, sums, out, **FLAGS, merge=True)
+    result = succeed("finetune_lora.py", *command)
     return out, result.out
 
 
 def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
     """Loaded for generation, and merged: beside the rounded base, not the original."""
     out, _ = one_run
-    assert any(name.endswith("lora_magnitude_vector") for name in factors(out / "step-00000004"))
-    model, tokens = load_pretrained(base, torch.float64), torch.arange(20)[None]
-    load_adapter(model, out / "step-00000004")
+    checkpoint = out / "step-00000004"
+    assert any(name.endswith("lora_magnitude_vector") for name in factors(checkpoint))
+    tokens = torch.arange(20)[None]
+    model = load_pretrained(base, torch.float64)
+    load_adapter(model, checkpoint)
     expected = model(tokens)
-    merged = load_pretrained(out / "merged", torch.float64)(tokens)
-    assert (merged - expected).norm() < 0.03 * expected.norm()  # bfloat16
-    beside_original = load_pretrained(base, torch.float64)
-    shutil.copytree(out / "step-00000004", out / "plain", dirs_exist_ok=True)
+    merged = load_pretrained(out / "merged", torch.float64)
+    error = (merged(tokens) - expected).norm()
+    assert error < 0.03 * expected.norm()  # bfloat16
+    shutil.copytree(checkpoint, out / "plain", dirs_exist_ok=True)
     (out / "plain" / "run.json").unlink()  # PEFT's files alone do not say what the base was
+    beside_original = load_pretrained(base, torch.float64)
     load_adapter(beside_original, out / "plain")
-    assert (beside_original(tokens) - expected).norm() > 5 * (merged - expected).norm()
+    difference = beside_original(tokens) - expected
+    assert difference.norm() > 5 * error
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -75,42 +81,52 @@ def test_text_is_generated_beside_a_base_in_4_bits(base, one_run, with_adapter):
     out, printed = one_run
     assert f"--adapter {out} --base-bits 4 --chat" in printed
     adapter = out / "step-00000004" if with_adapter else None
-    cpu, tokens = torch.device("cpu"), torch.arange(20)[None]
-    model, full = (load_model(base, CONFIG, adapter, bits, cpu) for bits in (4, 16))
+    cpu = torch.device("cpu")
+    model = load_model(base, CONFIG, adapter, 4, cpu)
     matrices = [m for name, m in model.named_modules() if name.endswith(TARGETS)]
-    assert matrices and all(m.weight.dtype == torch.uint8 for m in matrices)
+    assert {matrix.weight.dtype for matrix in matrices} == {torch.uint8}
+    full = load_model(base, CONFIG, adapter, 16, cpu)
     if not with_adapter:
         rounded_to_4_bits(full)
+    tokens = torch.arange(20)[None]
     expected = full(tokens)
-    assert (model(tokens) - expected).norm() < 1e-5 * expected.norm()
+    error = (model(tokens) - expected).norm()
+    assert error < 1e-5 * expected.norm()
 
 
 def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_path):
     """The same run beside a base in 16 bits that was rounded before."""
-    model = rounded_to_4_bits(load_pretrained(base, torch.float64))
-    saved(tmp_path / "rounded", model, BYTES)
+    expected, _ = one_run
+    model = load_pretrained(base, torch.float64)
+    rounded_base = saved(tmp_path / "rounded", rounded_to_4_bits(model), BYTES)
+    out = tmp_path / "run"
     given = FLAGS | dict(base_bits=16)
-    succeed("finetune_lora.py", *flags(tmp_path / "rounded", sums, tmp_path / "run", **given))
-    same_run(tmp_path / "run", one_run[0], step=4)
+    succeed("finetune_lora.py", *flags(rounded_base, sums, out, **given))
+    same_run(out, expected, step=4)
 
 
 @needs_2_13
 def test_a_run_goes_on_as_on_one_process(base, sums, one_run, tmp_path):
     """Resumed on a mesh from a checkpoint of one process."""
+    expected, _ = one_run
     out = tmp_path / "run"
-    shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004", "merged"])
+    shutil.copytree(expected, out)
+    shutil.rmtree(out / "step-00000004")
+    shutil.rmtree(out / "merged")
     mesh = dict(dp="fsdp", microbatch=1, checkpointing="full")
     arguments = flags(base, sums, out, **FLAGS, **mesh)
     result = succeed("finetune_lora.py", *arguments, "--resume", nproc=2, timeout=300)
     assert f"resumed from {out / 'step-00000002'}" in result.out
-    same_run(out, one_run[0], step=4)
+    same_run(out, expected, step=4)
 
 
 def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    old = torch.torch_version.TorchVersion("2.11.0")
+    monkeypatch.setattr(torch, "__version__", old)
     for ranks in (1, 2):
         parallel = ParallelConfig(dp="fsdp", shard=ranks)
-        refusal = refuses(step_of(build_on_meta(CONFIG), parallel, 2, 1, 8))
+        work = step_of(build_on_meta(CONFIG), parallel, 2, 1, 8)
+        refusal = refuses(work)
         assert "torch 2.11.0 cannot shard a base in 4 bits" in refusal
 
 
@@ -126,7 +142,8 @@ def matrix_of(*shape: int, kind: str = "normal") -> torch.Tensor:
         return torch.distributions.StudentT(3.0).sample(shape)
     matrix = torch.randn(*shape) / 50
     if kind == "with zeros":
-        matrix[3], matrix[5, :BLOCK] = 0, 0
+        matrix[3] = 0
+        matrix[5, :BLOCK] = 0
     if kind == "with outliers":
         matrix[::7, ::50] *= 40
     return matrix
@@ -142,59 +159,85 @@ def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
     matrix = matrix_of(256, 2048, kind=kind).to(dtype)
     weight, row_scale = quantized(matrix)
     scales = weight[..., 0] * row_scale.view(torch.float32)  # of each block, [out, in / 64]
-    how = dict(shape=matrix.shape, blocksize=BLOCK, quant_type="nf4", dtype=torch.float32)
-    nf4_code = bnb.get_4bit_type("nf4", "cpu")
-    state = bnb.QuantState(absmax=scales.flatten(), code=nf4_code, **how)
+    how = dict(blocksize=BLOCK, quant_type="nf4")
+    state = bnb.QuantState(
+        absmax=scales.flatten(),
+        code=bnb.get_4bit_type("nf4", "cpu"),
+        shape=matrix.shape,
+        dtype=torch.float32,
+        **how,
+    )
     codes = weight[..., 1:].reshape(-1, 1).contiguous()
     values = dequantized(weight, row_scale, torch.float32)
     assert torch.equal(bnb.dequantize_4bit(codes, state), values)
 
-    clipped = (matrix.float().unflatten(1, (-1, BLOCK)) / scales[..., None]).clamp(-1, 1)
-    blocks = clipped.flatten(0, 1).clone()
+    blocks = matrix.float().unflatten(1, (-1, BLOCK))
+    blocks = (blocks / scales[..., None]).clamp(-1, 1)
+    blocks = blocks.flatten(0, 1)
     blocks[:, 0] = 1.0  # the largest number of each block: the scale is then 1
-    theirs, absmax = bnb.quantize_4bit(blocks, blocksize=BLOCK, quant_type="nf4")
-    assert torch.equal(absmax.absmax.float(), torch.ones(len(blocks)))
+    theirs, state = bnb.quantize_4bit(blocks, **how)
+    assert torch.equal(state.absmax.float(), torch.ones(len(blocks)))
     theirs = torch.stack([theirs >> 4, theirs & 15], -1).view(-1, BLOCK)
     ours = torch.stack([codes >> 4, codes & 15], -1).view(-1, BLOCK)
     assert torch.equal(ours[:, 1:], theirs[:, 1:])
 
-    options = dict(blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
-    theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(matrix.float(), **options))
-    assert (values - matrix).norm() <= (theirs - matrix).norm()
+    twice = bnb.quantize_4bit(matrix.float(), compress_statistics=True, **how)
+    error = (values - matrix).norm()
+    their_error = (bnb.dequantize_4bit(*twice) - matrix).norm()
+    assert error <= their_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_numbers_in_another_dtype_are_rounded_once(dtype):
     weight, row_scale = quantized(matrix_of(2100, 512))  # more than are converted at once
     exact = dequantized(weight, row_scale, torch.float32)
-    assert torch.equal(dequantized(weight, row_scale, dtype), exact.to(dtype))
+    found = dequantized(weight, row_scale, dtype)
+    assert torch.equal(found, exact.to(dtype))
 
 
 def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
-    model = build(SMALL | dict(qkv_bias=True), dict(rank=2, targets=("wq",), base_bits=4))
-    in_4_bits = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
-    named = build(SMALL).named_parameters()
-    matrices = {name for name, p in named if name.startswith("layers.") and p.ndim == 2}
-    assert in_4_bits == matrices | {name.replace("weight", "row_scale") for name in matrices}
-    assert {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad} == {"wq"}
+    adapter = dict(rank=2, targets=("wq",), base_bits=4)
+    model = build(SMALL | dict(qkv_bias=True), adapter)
+    in_4_bits = set()
+    trainable_layers = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.uint8:
+            in_4_bits.add(name)
+        if parameter.requires_grad:
+            trainable_layers.add(name.split(".")[-2])
+    expected = set()
+    for name, parameter in build(SMALL).named_parameters():
+        if name.startswith("layers.") and parameter.ndim == 2:
+            expected |= {name, name.replace("weight", "row_scale")}
+    assert in_4_bits == expected
+    assert trainable_layers == {"wq"}
 
 
 @pytest.mark.parametrize("dora, compiled", [(False, False), (True, False), (True, True)])
 def test_numbers_are_never_saved(dora, compiled):
     """What forward saves for backward has no matrix of a block's layer, with as many rows."""
-    model = plain_model(SMALL | dict(n_layers=1), dict(rank=2, base_bits=4, dora=dora))
+    adapter = dict(rank=2, base_bits=4, dora=dora)
+    model = plain_model(SMALL | dict(n_layers=1), adapter)
     shapes = {(m.out_features, m.in_features) for m in model.modules() if hasattr(m, "lora_A")}
     block = model.layers["0"]
     if compiled:  # traced and divided as by inductor, without kernels
         block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
-    tokens, saved = torch.arange(14).view(2, 7), []  # 14 is no width
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with hooks:
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    tokens = torch.arange(14).view(2, 7)  # 14 is no width
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(tokens, targets=tokens)
     loss.backward()
-    found = {tuple(t.shape) for t in saved} | {tuple(t.T.shape) for t in saved if t.ndim == 2}
-    assert len(saved) > 20 and any(t.dtype == torch.uint8 for t in saved)
-    assert not found & shapes
+    assert len(saved) > 20
+    assert any(tensor.dtype == torch.uint8 for tensor in saved)
+    for tensor in saved:
+        shape = tuple(tensor.shape)
+        assert shape not in shapes
+        assert shape[::-1] not in shapes
 
 
 def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
@@ -205,22 +248,30 @@ def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
     with Live(list(model.parameters())) as live:
         before = live.now
         quantize_base(model, lambda name: torch.zeros(shapes[name]))
-    largest, packed = 4 * 128 * 256, 33 * 2 * 256 + 4 * 256  # bytes of w1 or w2
-    assert largest < live.peak - before < 1.1 * (largest + packed) + 64 * 1024
+    in_float32 = 4 * 128 * 256  # bytes of w1 or w2
+    in_4_bits = 33 * 2 * 256 + 4 * 256
+    more = live.peak - before
+    assert more > in_float32
+    assert more < 1.1 * (in_float32 + in_4_bits) + 64 * 1024
 
 
 def test_under_autocast_products_are_in_its_dtype():
     """Also of an input in float32, as a norm may return; with the numbers that codes stand for."""
-    layer = LoRALinear(torch.nn.Linear(128, 96, bias=False), LoRA(rank=4), bits=4)
+    linear = torch.nn.Linear(128, 96, bias=False)
+    layer = LoRALinear(linear, LoRA(rank=4), bits=4)
     matrix = matrix_of(96, 128)
-    with torch.no_grad():
-        for parameter, value in zip((layer.weight, layer.row_scale), quantized(matrix)):
-            parameter.copy_(value)
-    torch.nn.init.normal_(layer.lora_A), torch.nn.init.normal_(layer.lora_B)
+    weight, row_scale = quantized(matrix)
+    layer.weight.data.copy_(weight)
+    layer.row_scale.data.copy_(row_scale)
+    torch.nn.init.normal_(layer.lora_A)
+    torch.nn.init.normal_(layer.lora_B)
     x = matrix_of(5, 128).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.float().sum().backward()
-    exact = x.detach() @ (rounded(matrix) + 4 * layer.lora_B.detach() @ layer.lora_A.detach()).T
-    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
-    assert (y.float() - exact).norm() < 0.02 * exact.norm()
+    change = 4 * layer.lora_B.detach() @ layer.lora_A.detach()
+    exact = x.detach() @ (rounded(matrix) + change).T
+    assert y.dtype == torch.bfloat16
+    assert x.grad.dtype == torch.float32
+    error = (y.float() - exact).norm()
+    assert error < 0.02 * exact.norm()

@@ -40,7 +40,10 @@ from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_
 
 def test_all_that_it_does():
     """The code in docstrings, on rank 0 of two: of the other one collectives know the part."""
-    x, w1, w3, w2 = map(torch.randn, [(3, 4), (6, 4), (6, 4), (4, 6)])
+    x = torch.randn(3, 4)
+    w1 = torch.randn(6, 4)
+    w3 = torch.randn(6, 4)
+    w2 = torch.randn(4, 6)
     model = nn.Linear(4, 4, bias=False)
 
     def cubes(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -49,21 +52,30 @@ def test_all_that_it_does():
     def run(function, dist: dict, loss=None, **names) -> dict:
         (code,) = re.findall(r"This is all .*?:\n\n(.*?)\n\n", function.__doc__, re.DOTALL)
         names |= dict(dist=SimpleNamespace(**dist), loss=loss, sequences=x, n=2)
-        exec(textwrap.dedent(code), names | dict(torch=torch, silu=F.silu), found := {})
+        names |= dict(torch=torch, silu=F.silu)
+        found = {}
+        exec(textwrap.dedent(code), names, found)
         return found
 
     w = model.weight.detach()
     gradient = torch.func.grad(cubes)(w, x)  # alike on both ranks
-    run(ddp, dict(all_reduce=lambda x: x.mul_(2)), lambda f, x: cubes(f.weight, x), model=model)
+    reduce = dict(all_reduce=lambda x: x.mul_(2))
+    run(ddp, reduce, lambda model, x: cubes(model.weight, x), model=model)
     torch.testing.assert_close(model.weight.grad, gradient)
-    gather = dict(all_gather_into_tensor=lambda whole, rows: whole.copy_(w))
-    scatter = dict(reduce_scatter_tensor=lambda rows, whole: rows.copy_(2 * whole[:2]))
-    rows = run(fsdp, gather | scatter, cubes, D=4, lr=0.1, rows=w[:2].clone())["rows"]
-    torch.testing.assert_close(rows, (w - 0.1 * gradient)[:2])
-    whole, other = (F.linear(F.silu(x @ w1[i:].T) * (x @ w3[i:].T), w2[:, i:]) for i in (0, 3))
-    own = dict(x=x, w1=w1[:3], w3=w3[:3], w2=w2[:, :3])
-    y = run(tensor_parallel, dict(all_reduce=lambda y: y.add_(other)), **own)["y"]
-    torch.testing.assert_close(y, whole)
+
+    collectives = dict(
+        all_gather_into_tensor=lambda whole, rows: whole.copy_(w),
+        reduce_scatter_tensor=lambda rows, whole: rows.copy_(2 * whole[:2]),
+    )
+    found = run(fsdp, collectives, cubes, D=4, lr=0.1, rows=w[:2].clone())
+    expected = w - 0.1 * gradient
+    torch.testing.assert_close(found["rows"], expected[:2])
+
+    gated = F.silu(x @ w1.T) * (x @ w3.T)
+    of_other_rank = gated[:, 3:] @ w2[:, 3:].T
+    reduce = dict(all_reduce=lambda y: y.add_(of_other_rank))
+    found = run(tensor_parallel, reduce, x=x, w1=w1[:3], w3=w3[:3], w2=w2[:, :3])
+    torch.testing.assert_close(found["y"], gated @ w2.T)
 
 
 def test_tensor_parallelism_refuses_what_has_no_place():
@@ -93,7 +105,8 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
     with pytest.raises(UserError, match=r"attention\.slopes is a buffer, which would lose"):
         parallelize(model, world, initialize)
     model = build_on_meta(LlamaConfig(**GROUPED))
-    model.layers["0"].attention.wv.weight = model.layers["0"].attention.wk.weight
+    attention = model.layers["0"].attention
+    attention.wv.weight = attention.wk.weight
     with pytest.raises(UserError, match=r"layers\.0\.attention\.wv\.weight is shared"):
         parallelize(model, world, initialize)
     smoothed = Llama(LlamaConfig(**GROUPED))
@@ -112,9 +125,10 @@ def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
     own = with_fault(tmp_path / "copy", "joining", *fault)
     differ = launch(*own, *command, "--resume", "--steps=6", **nodes)
     told = "error: the models or their meshes differ between rank 0 and rank "
+    assert differ.codes == [2] * 4
     lines = error_lines(differ)
-    assert all(line.startswith(told) for line in lines) and differ.codes == [2] * 4
     assert len(lines) == 3  # one on each node
+    assert all(line.startswith(told) for line in lines)
 
 
 def test_replicas_that_begin_differently_are_refused():
@@ -146,22 +160,28 @@ def test_neighbours_share_what_talks_most(sizes, inner, outer):
     world = with_mesh(process, ParallelConfig("hsdp", **sizes))
     groups = f"{inner} groups (0 1) (2 3); {outer} groups (0 2) (1 3)"
     assert describe_mesh(world) == f"mesh: 2 {outer} x 2 {inner}; {groups}"
-    assert [world.mesh[dim].mesh.tolist() for dim in (inner, outer)] == [[0, 1], [0, 2]]
+    assert world.mesh[inner].mesh.tolist() == [0, 1]
+    assert world.mesh[outer].mesh.tolist() == [0, 2]
     dist.destroy_process_group()
 
 
 def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
     """But four tensors of float32: a chunk of tokens by the rank's half of the vocabulary."""
     model = build_on_meta(LlamaConfig(16, 1, 2, 2, 32, vocab_size=100_000))
-    _, held = emulate(step_of(model, ParallelConfig(tp=2), 1, 1, 2 * LOSS_CHUNK))
+    work = step_of(model, ParallelConfig(tp=2), 1, 1, 2 * LOSS_CHUNK)
+    _, held = emulate(work)
     assert held["peak"] < 4.5 * 4 * LOSS_CHUNK * 50_000
 
 
 def test_a_wrapped_block_is_not_wrapped_again():
     """By us, whether it is compiled or a block of one's own, or by somebody else."""
+
+    class OwnBlock(Block):
+        pass
+
     for compiled in (False, True):
         model = Llama(LlamaConfig(**ODD))
-        model.layers["0"] = type("OwnBlock", (Block,), {})(model.config, 0)
+        model.layers["0"] = OwnBlock(model.config, 0)
         recompute_and_compile(model, "full", compiled)
         with pytest.raises(UserError, match="block 0 is wrapped already"):
             recompute_and_compile(model, "selective", False)
@@ -180,15 +200,23 @@ def test_many_collectives_at_once_do_not_crash():
 # ---------------------------------------------------------------- asynchronous tensor parallelism
 
 WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
-OPERATORS = {"all_to_all_single.default(": "send", "wait_tensor.default(": "wait",
-             "extern_kernels.": "product"}  # fmt: skip
+OPERATORS = {
+    "all_to_all_single.default(": "send",
+    "wait_tensor.default(": "wait",
+    "extern_kernels.": "product",
+}
 
 
 def order_of(code: str) -> str:
     """Return the messages, waits and products of compiled code, in the order of its lines."""
-    lines = code[code.index("def call(") :].splitlines()
-    lines = [re.sub("#.*", "", line) for line in lines]
-    return " ".join(name for line in lines for text, name in OPERATORS.items() if text in line)
+    order = []
+    _, body = code.split("def call(", 1)
+    for line in body.splitlines():
+        line = re.sub("#.*", "", line)
+        for text, name in OPERATORS.items():
+            if text in line:
+                order.append(name)
+    return " ".join(order)
 
 
 @pytest.mark.slow
@@ -198,15 +226,17 @@ def test_compiled_blocks_multiply_while_messages_travel(checkpointing):
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     process = Process(rank=1, size=4, local_rank=1, per_node=4, device=torch.device("cpu"))
-    options = dict(tp=4, async_tp=True, compile=True, checkpointing=checkpointing)
+    parallel = ParallelConfig(tp=4, async_tp=True, compile=True, checkpointing=checkpointing)
+    world = with_mesh(process, parallel)
     model = build_on_meta(LlamaConfig(768, 1, 8, 4, 2304, vocab_size=64))
     initialize = partial(Llama.init_weights, assign=assign_shard)
-    runner = parallelize(model, with_mesh(process, ParallelConfig(**options)), initialize)
+    runner = parallelize(model, world, initialize)
     tokens = torch.zeros(2, 2048, dtype=torch.int64)
     _, codes = run_and_get_code(lambda: runner(tokens, targets=tokens).backward())
     dist.destroy_process_group()
     forward, backward = map(order_of, codes)
-    assert "send wait" not in forward and forward.count("send") == 12
+    assert "send wait" not in forward
+    assert forward.count("send") == 12
     assert ("send wait" in backward) == (checkpointing == "selective")  # of w2: see its docstring
 
 
@@ -229,11 +259,15 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
     by_rows = f"{layer}; model.get_submodule(name).by_rows = name.endswith(('wo', 'w2'))"
     edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
     within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
-    recipes, options = ("tensorwise", "rowwise", "mxfp8"), {"seq": 64, "steps": 2}
-    one = {recipe: case(WIDE, 2, float8=recipe) | options for recipe in recipes}
-    two = {recipe: case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options for recipe in one}
-    expected, found = train(tmp_path, 0, one, within=within), train(tmp_path, 2, two)
-    for recipe in recipes:
+    options = {"seq": 64, "steps": 2}
+    one = {}
+    two = {}
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
+        one[recipe] = case(WIDE, 2, float8=recipe) | options
+        two[recipe] = case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options
+    expected = train(tmp_path, 0, one, within=within)
+    found = train(tmp_path, 2, two)
+    for recipe in one:
         assert_same(found[recipe], expected[recipe])
         assert_traffic(found[recipe], two[recipe], 2)
 
@@ -296,13 +330,16 @@ def test_wrong_schedules_are_told(m, lines, says):
 
 
 def test_the_command_draws(tmp_path):
-    file, picture = tmp_path / "a & b.txt", tmp_path / "x.svg"
+    file = tmp_path / "a & b.txt"
+    picture = tmp_path / "x.svg"
     given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
     file.write_text("# Warmup\nF0 F1 B0 W0 B1 W1\nF0 B0 W0 F1 B1 W1  # the last stage\n")
     result = launch("techniques/schedules.py", *given, "--plot", picture)
     assert result.out.startswith("rank 0 F0 F1 .  B0 W0 .  B1 W1\n"), result.out
-    assert "25.0% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
-    assert len(ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")) == 12
+    assert "25.0% of the time is waiting" in result.out
+    assert "hold 2, 1 microbatches" in result.out
+    rectangles = ET.parse(picture).findall("{http://www.w3.org/2000/svg}rect")
+    assert len(rectangles) == 12
     wrong = launch("techniques/schedules.py", "--stages", 3, "--schedule", file)
     refused(wrong, "has 2 lines, and 3 ranks")
 
@@ -340,7 +377,8 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
         return x + h.mul_(3)  # exp has saved h
 
     monkeypatch.setattr(Block, "forward", forward)
-    model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
+    model = Llama(LlamaConfig(**GROUPED))
+    tokens = torch.arange(12).view(1, 12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(tokens, targets=tokens).backward()
     offload_activations(model, SimpleNamespace(device=torch.device("cpu")))

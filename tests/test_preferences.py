@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import changed_copy, hugging_face_model, launch, metrics, refused, slow, succeed
-from exact import GROUPED, effective_weights, plain_model
+from exact import GROUPED
+from plain import effective_weights, plain_model
 from test_chat import BYTES
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
 from test_formats import our_model, stored

@@ -128,7 +128,7 @@ def capped(hidden, weight):
 
 def own_loss(logits, targets, vocabulary):
     """Smoothed labels, focal weights and a z-loss at once, as a student would write it in model.py;
-    exact.py has PyTorch's formulas."""
+    plain.py has PyTorch's formulas."""
     loss, lse = vocabulary.cross_entropy(logits, targets), vocabulary.logsumexp(logits)
     smoothed = 0.9 * loss + 0.1 * (lse - vocabulary.sum(logits) / vocabulary.size)
     return (1 - torch.exp(-loss)) ** 2 * smoothed + 1e-2 * lse**2
