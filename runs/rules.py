@@ -100,7 +100,7 @@ def check_training_flags(
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
         model = Llama(config)
-    model.requires_grad_(run.adapters is None)  # else the base is frozen
+    model.requires_grad_(not run.freezes_base)
     work = work_of(run, parallel, model, process)
     check_parallel(work, run.parallel.shard, process)
     check_batch(work)
