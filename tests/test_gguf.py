@@ -206,7 +206,7 @@ CHANGED = [  # step, the tokenizer's attribute, its value or a function of the t
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step, attribute, value", CHANGED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize("step, attribute, value", CHANGED, ids=range(len(CHANGED)))
 def test_a_step_that_llama_cpp_lacks_is_refused(step, attribute, value, tmp_path):
     def change(inner, config):
         inner.add_special_tokens(["<|done|>"])  # so that it is no tokenizer of ours
