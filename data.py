@@ -1,4 +1,4 @@
-"""Turn text into batches of tokens: token files, windows of them, and the order of windows.
+"""Turn text into batches of tokens: token files, and windows of them.
 
     text ──tokenizer──> token files on disk ──> windows of T + 1 tokens ──> batches
 
@@ -6,8 +6,7 @@ A corpus is tokenized once into files in llm.c's `.bin` format. They are mapped 
 corpus may be larger than memory. Raw text given to training is tokenized at first use and kept in
 `cache/`, or where the environment variable FLATLLAMA_CACHE says.
 
-The windows that a step trains on are a pure function of (seed, step). So the sampler has no state
-to save, and the order stays the same when a run is resumed or the number of processes changes.
+text/order.py says which windows a step reads.
 
     python data.py train-tokenizer my_text/ --vocab-size 8192 --out my.model
     python data.py tokenize my_text/ more.jsonl --tokenizer my.model --out my_tokens

@@ -122,7 +122,10 @@ class Preferences(Task):
     @torch.no_grad()
     def base_log_p(self, dataset: Packed, rows: Sequence[int]) -> Tensor:
         """Return the base's log p of all targets in some rows, on the CPU: [len(dataset), T], 0 in
-        other rows. The model still is the base."""
+        other rows. The model still is the base.
+
+        Each rank fills its own entries of a table [rows, T]. They are at most 0 and all others are
+        0, so the minimum over the ranks merges the tables."""
         world, T = self.world, dataset.seq_len
         padded = len(rows) + -len(rows) % world.data_size  # as in shared_batches
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
@@ -134,7 +137,6 @@ class Preferences(Task):
         for own_rows, batch in parts:
             log_p[own_rows].scatter_(1, batch.target_values["column"], self.log_p(batch).to(log_p))
         if world.size > 1:
-            # Ranks along tp have the same log p, which is below 0; ranks without it have 0.
             dist.all_reduce(log_p, dist.ReduceOp.MIN)
         of_all_rows = torch.zeros(len(dataset), T, dtype=dtype)
         of_all_rows[rows] = log_p[: len(rows)].cpu()
@@ -158,18 +160,17 @@ class Preferences(Task):
         return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's pairs. `losses` [B, T] are -log p of each
-        target. Add to `sums`."""
+        """Return the sum of the losses of a batch's pairs, and add what is measured of them to
+        `sums`. `losses` [B, T] are -log p of each target."""
         log_ratio = -losses - batch.target_values["base_log_p"]
         rewards = self.run.beta * of_answers(log_ratio, batch)  # [B, pairs, 2]
         chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
         margin = chosen - rejected
         loss_of_pairs = LOSSES[self.run.loss]
-        losses = loss_of_pairs(margin, self.run.beta)
-        measured = torch.stack([margin > 0, margin, chosen, rejected])
-        number = torch.ones_like(margin)
-        of_pairs = torch.cat([torch.stack([losses, number]), measured])  # [2 + MEASURED, B, pairs]
-        sums = torch.where(are_pairs(batch), of_pairs, 0).sum((1, 2))
+        pair_losses = loss_of_pairs(margin, self.run.beta)
+        one = torch.ones_like(margin)  # their sum is the number of pairs
+        values = torch.stack([pair_losses, one, margin > 0, margin, chosen, rejected])
+        sums = torch.where(are_pairs(batch), values, 0).sum((1, 2))
         self.sums = self.sums.to(sums) + sums.detach()
         return sums[0]
 

@@ -90,6 +90,8 @@ class Rewarding(Finetuning):
         if self.dropout:
             problem = "--dropout trains another model than the one that answers"
             raise UserError(f"{problem}: leave it out")
+        if self.train_on_prompt:
+            raise UserError("--train-on-prompt changes nothing here: leave it out")
         if self.group < 2 or self.batch % self.group:
             problem = f"--batch {self.batch} must be a multiple of --group"
             raise UserError(f"{problem}, which is 2 or more")
@@ -220,7 +222,7 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
             "sampling_seconds": time.perf_counter() - started,
-            "log_ratio": 0.0,  # `loss` raises it
+            "log_ratio": 0.0,  # the largest so far, of `loss`
         }
         own_prompts = [ids for ids, _ in asked[self.own]]
         own_answers, own_advantages = answers[self.own], advantages[self.own]
@@ -251,7 +253,7 @@ class Rewards(Task):
         options = dict(stop=stop, seed=run.seed, numbers=numbers, log_p=log_p)
         in_training = model.training
         model.eval()
-        # Ranks may run forward different numbers of times, so forward must not all-gather weights.
+        # Ranks may run forward different numbers of times, so only the first all-gathers weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
             answers = generate(model, prompts, run.max_new_tokens, **options)
         model.train(in_training)

@@ -67,8 +67,8 @@ class Task:
         return read_ahead(read, steps.to_do, self.world.device)
 
     def loss(self, computed: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a microbatch, a sum, from what the model has computed: here the sum
-        over its targets. If a task lets the model return_each_loss, it is [B, T]."""
+        """Return the loss of a microbatch, a sum. `computed` is what the model has returned: the
+        sum over its targets or, after return_each_loss, the loss of each target, [B, T]."""
         return computed
 
     def count(self, batch: Batch) -> Tensor:
@@ -76,7 +76,8 @@ class Task:
         return batch.count()
 
     def measures(self, totals: Totals) -> dict[str, float]:
-        """Return by name what is recorded of the step or evaluation of `totals` beside its loss."""
+        """Return by name what is recorded of the step or evaluation of `totals` beside its loss.
+        All ranks call it, once for each; it may raise UserError on all of them."""
         return {"bits_per_byte": totals.bits_per_byte}
 
     def evaluate(self) -> Totals:

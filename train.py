@@ -14,6 +14,15 @@ This file is the life of a run, from top to bottom:
       update           divide gradients by all target tokens, clip them, call the optimizer
       end_step         record, save and evaluate
 
+The loop works with six records:
+
+    Run      what was asked: the flags                       runs/flags.py
+    Job      the model and the data                          runs/setup.py
+    World    this process, and its place in the mesh         parallel.py
+    Work     the sizes of a step, and how it is split        config.py
+    Task     what a step trains on, and its loss             task.py
+    Steps    those still to take, and what each reads        text/order.py
+
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
@@ -46,7 +55,7 @@ def main() -> None:
     run = parse(Pretraining)
     run.check()
     process, parallel = setup.join(run)  # with the processes that torchrun has started
-    job = setup.prepare_pretraining(run, parallel, process)  # the data; a model without memory
+    job = setup.prepare_pretraining(run, parallel, process)  # the data, the model on meta
     newest = process.broadcast_from_rank_zero(partial(lock_run, run.directory, run.resume))
     # build first checks `accumulate`, below, on a small model, then gives each rank its part.
     world, runner, work = setup.build(run, job, process, accumulate)
@@ -138,7 +147,7 @@ def accumulate(
         return runner.accumulate(microbatches, loss_of)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
-        # Ranks sum gradients in the last microbatch alone (with --reshard all: in every one).
+        # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             computed = runner(*part.inputs, documents=part.documents)
             microbatch_loss = loss_of(computed, part)
@@ -165,38 +174,40 @@ def update(
     have different numbers of targets. So we add up sums, and divide once by the number of targets
     of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
     difference.
-    `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
-    UserError on all ranks, before the update, if a loss or the gradient is not finite."""
+    `stop` holds the signals that this rank has received; the all-gather tells them to all ranks.
+    Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
     signal = max(stop, default=0)
     rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm, signal])
-    losses, targets, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
-    loss, tokens, text_bytes, *_ = rows.sum(0)
-    # Each rank along tp repeats the loss and the targets. Each rank along pp repeats the targets,
-    # but only the last one has a loss.
+    losses, counts, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
+    total_loss, total_count, total_bytes, *_ = rows.sum(0)
+    # Ranks along tp repeat the loss and the targets. Ranks along pp repeat the targets, but only
+    # the last one has a loss.
     tp, pp = world.parallel.tp, world.parallel.pp
-    loss = loss / tp
-    tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)
+    total_loss = total_loss / tp
+    total_count = total_count / (tp * pp)
+    total_bytes = total_bytes / (tp * pp)
 
-    # Backward leaves the mean of n ranks' gradients; ranks along cp count, too. We want their sum
-    # divided by all targets: multiply by n / targets. Ranks along tp and pp repeat the targets of
-    # another rank: counting them multiplies n and targets alike.
-    scale = len(targets) / targets.sum().clamp(min=1)
+    # DDP and FSDP have divided the sum of gradients by n, the ranks with different tokens. We want
+    # the sum / targets, so multiply by n / targets. All ranks are n tp pp, and `counts` add up to
+    # targets tp pp: the quotient is the same.
+    scale = len(counts) / counts.sum().clamp(min=1)
     norm = squared_norms.sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     scale_gradients(optimizer, gradients, scale)
 
-    # The host waits for the device here and nowhere else, to see before the optimizer's step that
-    # all is finite. `health` is finite unless a loss or a gradient is not, or no token is a target.
-    health = (losses + squared_norms).sum() / tokens
-    results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
-    loss, tokens, text_bytes, norm, signals, health = results.tolist()
+    # An update waits for the device only here, to see before the optimizer's step that all is
+    # finite. `health` is not finite if a loss or a gradient is not, or if there are no targets.
+    health = (losses + squared_norms).sum() / total_count
+    results = [total_loss, total_count, total_bytes, norm, signals.max(), health]
+    *numbers, health = torch.stack(results).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     optimizer.step()
     zero_gradients(optimizer, world)
-    return records.Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
+    total_loss, total_count, total_bytes, norm, signal = numbers
+    return records.Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))
 
 
 def learning_rate(step: int, last: int, peak: float, run: Run) -> float:

@@ -2,8 +2,8 @@
 
 `Run` has what all scripts share, `Pretraining` what train.py adds, and `Finetuning` what
 finetune_lora.py adds. preferences.py and rewards.py derive theirs from the last. A record is parsed
-once and never changes: what the device, the data and a checkpoint decide is in Job and Steps
-(runs/setup.py) and in Work (config.py). `keeps` marks what a resumed run may change: it is still
+once and never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
+Steps (text/order.py) and Work (config.py). `keeps` marks what a resumed run may change: it is still
 the same experiment, or another check refuses the change.
 """
 

@@ -40,8 +40,8 @@ from text.tokenizer import Tokenizer
 class Totals:
     """Results of a step or of an evaluation, over all ranks."""
 
-    loss: float  # nats, summed over the target tokens
-    tokens: int  # target tokens
+    loss: float  # summed over the target tokens, in nats, or over what else a task counts
+    tokens: int  # the number of target tokens; of pairs or answers, where a task counts these
     text_bytes: int  # bytes of text that the target tokens stand for
     grad_norm: float = 0.0
     stop: int = 0  # the largest number of a signal that a rank received; 0: the run goes on
@@ -242,7 +242,7 @@ def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
 def describe_run(
     run: Run, work: Work, world: World, last_step: int, sources: list[tuple[int, int]]
 ) -> str:
-    """Return a line on the model, the batch, the `sources` (data.row_of's) and the processes."""
+    """Return a line on the model, the batch, the `sources` (text/order.py) and the processes."""
     model, parallel = work.model, world.parallel
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(model.config).parameters())  # without adapters

@@ -253,8 +253,8 @@ def build(
 
 
 def facts_of(job: Job, work: Work, steps: Steps) -> dict:
-    """Return what a run has found out and decided, by the names of the flags that leave it open,
-    for OUT/config.json and checkpoints."""
+    """Return what a run has found out and, for each flag that was left open, the value that was
+    chosen; for OUT/config.json and checkpoints."""
     found = {"init": str(job.base)} if job.base else {}
     return (
         values_of(work.parallel)
