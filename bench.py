@@ -233,7 +233,7 @@ def step(args: argparse.Namespace) -> str:
     else:
         job = prepare_pretraining(args, process)
     world, runner, work = build(args, job, process, train.accumulate)
-    optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
+    optimizer = make_optimizer(job.model, world, args.lr, args.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)
     make_task = SCRIPTS[args.lora].make_task if args.lora else Prediction
@@ -255,7 +255,9 @@ def equal(args: argparse.Namespace) -> str:
     batches = job.train_set.batch(rows), local_batch(args, world, job.train_set, 1)
 
     def update(model, loss, batch, world):
-        optimizer = make_optimizer(model, work.parallel, args.lr, args.weight_decay)
+        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
+        world = replace(world, parallel=replace(world.parallel, **asked))
+        optimizer = make_optimizer(model, world, args.lr, args.weight_decay)
         return train.update(optimizer, loss, batch, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)

@@ -184,7 +184,9 @@ class Saver(contextlib.AbstractContextManager):
                 module.reshard()
         tensors, factors = {"optimizer": optimizer_state(self.optimizer)}, {}
         if self.lora:
-            first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
+            # In a pipeline, ranks of the same stage have adapters of the same names.
+            of_ranks = self._on_every_rank(lambda: tuple(adapters(self.model)))
+            first_ranks = [of_ranks.index(of_stage) for of_stage in dict.fromkeys(of_ranks)]
             factors = gather_adapters(self.model, first_ranks, self.group)
         else:
             tensors["weights"] = _weights(self.model)

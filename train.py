@@ -61,7 +61,7 @@ def train(task: evaluate.Prediction, runner: nn.Module, newest: Path | None) -> 
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
     the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
     args, job, world = task.args, task.job, task.world
-    optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
+    optimizer = make_optimizer(job.model, world, args.lr, args.weight_decay)
     task.begin()  # before a checkpoint is loaded
     steps_done = setup.resume(args, newest, job, optimizer)
     if steps_done >= args.steps:
