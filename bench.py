@@ -240,7 +240,7 @@ def step(asked: Measurement, run: Run) -> str:
     else:
         job = prepare_pretraining(run, parallel, process)
     world, runner, work = build(run, job, process, train.accumulate)
-    optimizer = make_optimizer(job.model, world.parallel, job.lr, run.weight_decay)
+    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
     task = script.task(run, job, world, work, sample_text=None)
@@ -278,7 +278,9 @@ def equal(run: Pretraining) -> str:
     own = local_batch(order, world, job.train_set, 1)
 
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
-        optimizer = make_optimizer(model, work.parallel, job.lr, run.weight_decay)
+        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
+        world = replace(world, parallel=replace(world.parallel, **asked))
+        optimizer = make_optimizer(model, world, job.lr, run.weight_decay)
         sizes = batch.count(), batch.text_bytes
         return train.update(optimizer, loss, *sizes, clip=1.0, world=world, step=1)
 

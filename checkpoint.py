@@ -192,7 +192,9 @@ class Saver(contextlib.AbstractContextManager):
         if not self.lora:
             tensors["weights"] = weights_of(self.model)
             return tensors, {}
-        first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
+        # In a pipeline, ranks of the same stage have adapters of the same names.
+        of_ranks = on_every_rank(lambda: tuple(adapters(self.model)), self.group)
+        first_ranks = [of_ranks.index(of_stage) for of_stage in dict.fromkeys(of_ranks)]
         return tensors, gather_adapters(self.model, first_ranks, self.group)
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -59,8 +59,8 @@ from techniques import (
     context_parallel,
     expert_parallel,
     float8,
+    muon,
     offload,
-    optimizers,
     parallel_layers,
     pipeline,
     recompute,
@@ -145,7 +145,7 @@ AFTER_TP = [
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
     offload.TECHNIQUE,  # activations in CPU memory
 ]
-TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE]
+TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
 # What divides sizes by the ranks of a mesh dimension. Each has `refuses` and `suggests`.
 SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
 
@@ -172,7 +172,6 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
-    model.world = world  # for make_optimizer: Muon shares its work over these ranks
     stage_place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)

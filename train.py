@@ -72,7 +72,7 @@ def train(task: Task, runner: nn.Module, newest: Path | None) -> bool:
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
     the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
     run, job, world, work = task.run, task.job, task.world, task.work
-    optimizer = make_optimizer(job.model, world.parallel, job.lr, run.weight_decay)
+    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
     steps = setup.steps_of(run, job, work, newest)
     task.begin(steps)  # before a checkpoint is loaded
     setup.load(steps, run, job, optimizer)

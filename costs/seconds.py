@@ -33,7 +33,7 @@ from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, is_of_muon, saved, sends
 from parallel import used_techniques
-from techniques.optimizers import flops_of_muon
+from techniques.muon import flops_of_muon
 from techniques.pipeline import layers_of, part_of
 from techniques.schedules import STEADY, make_schedule, simulate
 

@@ -38,8 +38,8 @@ from plumbing.messages import UserError  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import run  # noqa: E402
 from plumbing.shards import allocate  # noqa: E402
+from techniques.bfloat16_moments import BFloat16AdamW  # noqa: E402
 from techniques.float8 import E4M3, float8_product, has_float8, product, rounded  # noqa: E402
-from techniques.optimizers import BFloat16AdamW  # noqa: E402
 
 PART_SECONDS = 530
 LEAST_SECONDS = 60  # if less is left of a part, no other command begins

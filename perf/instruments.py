@@ -46,7 +46,7 @@ from plumbing.new_files import write_atomically
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
 from runs.records import Totals, describe_traffic
-from techniques import optimizers
+from techniques import bfloat16_moments
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
@@ -374,7 +374,7 @@ def make_step(work: Work, world: World, batch: Batch) -> Training:
         init_adapters(model, assign=assign_shard, device=world.device)
 
     runner = parallelize(model, world, initialize)
-    optimizer = make_optimizer(model, work.parallel, LEARNING_RATE)
+    optimizer = make_optimizer(model, world, LEARNING_RATE)
     return Training(world, model, runner, optimizer, itertools.repeat(batch), work.microbatch)
 
 
@@ -454,9 +454,9 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
 
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
     # AdamW's update in parts would take minutes, and it neither sends nor keeps anything.
-    skipped = mock.patch.object(optimizers, "make_update", lambda *_: lambda *_: None)
+    skipped = mock.patch.object(bfloat16_moments, "make_update", lambda *_: lambda *_: None)
     with mode, skipped:
-        optimizer = make_optimizer(model, parallel)
+        optimizer = make_optimizer(model, world)
         batches = itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.

@@ -100,7 +100,7 @@ def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], ob
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
         options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, peft.LoraConfig(**options))
-    optimizer = make_optimizer(model, world.parallel, LEARNING_RATE)
+    optimizer = make_optimizer(model, world, LEARNING_RATE)
     parts = batch.microbatches(work.microbatch)
 
     def step() -> None:

@@ -18,7 +18,6 @@ these. That is left out here.
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -39,11 +38,10 @@ class ZeRO1(nn.Module):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 rows = chunk_of(parameter.detach(), self.mesh, mesh_dim=0, dim=0)
-                shape, stride = parameter.shape, parameter.stride()
+                whole = dict(shape=parameter.shape, stride=parameter.stride())
                 parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
-                    rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                    rows, self.mesh, [Shard(0)], run_check=False, **whole
                 )
-                parameter.optimizer_slice.whole = parameter  # for all_gather_updates
                 parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
 
     def forward(self, *inputs, **options):
@@ -74,15 +72,20 @@ class ZeRO1(nn.Module):
 def refuses(work) -> str:
     """Return one line that says why ZeRO-1 cannot do such a step, or ""."""
     parallel = work.parallel
-    if parallel.dp == "zero1" and parallel.tp * parallel.pp > 1:
-        flag = "--tp" if parallel.tp > 1 else "--pp"
-        return f"--dp zero1 does not combine with {flag}: use --dp fsdp"
+    if parallel.dp != "zero1":
+        return ""
+    for flag, ranks in (("--tp", parallel.tp), ("--pp", parallel.pp)):
+        if ranks > 1:
+            return f"--dp zero1 does not combine with {flag}: use --dp fsdp"
     return ""
 
 
 def suggests(facts) -> str:
     """Return advice to use DDP where it fits, from Facts of perf/verdict.py, or ""."""
-    if facts.parallel.dp != "zero1" or not (note := facts.fit_note(dp="ddp")):
+    if facts.parallel.dp != "zero1":
+        return ""
+    note = facts.fit_note(dp="ddp")
+    if not note:
         return ""
     remedy = f"--dp ddp sends only gradients, and a whole copy {note}"
     return facts.takes("optimizer", "updates and all-gathers weights", remedy, least=0.15)
@@ -90,13 +93,16 @@ def suggests(facts) -> str:
 
 def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
     """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: getattr(p, "optimizer_slice", p) for name, p in named.items()}
+    updated = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            updated[name] = getattr(parameter, "optimizer_slice", parameter)
+    return updated
 
 
-def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Under ZeRO-1, all-gather each parameter from the slices that the ranks have updated."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if hasattr(parameter, "whole"):
-                parameter.whole.data.copy_(parameter.detach().full_tensor())
+def all_gather_updates(model: Llama, *_) -> None:
+    """After an optimizer's step, all-gather each parameter from the slices that the ranks have
+    updated. Does nothing without ZeRO-1."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "optimizer_slice"):
+            parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())

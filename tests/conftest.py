@@ -90,6 +90,15 @@ def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, *
     return Work(model, parallel, batch, microbatch, seq_len, **more)
 
 
+def alone(**options):
+    """Return a World of this process alone, with these fields of ParallelConfig, without a mesh."""
+    from config import ParallelConfig
+    from parallel import World
+
+    place = dict(rank=0, size=1, local_rank=0, per_node=1, device=torch.device("cpu"))
+    return World(**place, parallel=ParallelConfig(**options), mesh=None)
+
+
 class Result:
     def __init__(self, codes: list[int], out: str, err: str):
         self.codes, self.out, self.err = codes, out, err

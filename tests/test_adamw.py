@@ -1,21 +1,17 @@
-"""techniques/optimizers.py: AdamW with moments in bfloat16, and Muon."""
+"""techniques/bfloat16_moments.py and techniques/muon.py."""
 
 import pytest
 import torch
+from conftest import alone
 from plain import orthogonalized
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
-from techniques import optimizers as adamw
-from techniques.optimizers import (
-    BFloat16AdamW,
-    flops_of_muon,
-    is_block_matrix,
-    make_optimizer,
-    orthogonalize,
-    scale_gradients,
-)
+from techniques import bfloat16_moments
+from techniques.bfloat16_moments import BFloat16AdamW
+from techniques.muon import flops_of_muon, is_block_matrix, orthogonalize
+from techniques.optimizers import make_optimizer, scale_gradients
 
 BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1
 SHAPES = [(7, 5), (11,), (1,), (0, 3)]
@@ -58,7 +54,7 @@ def rounding_its_moments(parameters) -> torch.optim.AdamW:
 
 @pytest.mark.parametrize("elements", [1, 10, 1 << 24])
 def test_it_is_torchs_with_rounded_moments(monkeypatch, elements):
-    monkeypatch.setattr(adamw, "ELEMENTS_AT_A_TIME", elements)
+    monkeypatch.setattr(bfloat16_moments, "ELEMENTS_AT_A_TIME", elements)
     ours, theirs = steps(with_bfloat16_moments), steps(rounding_its_moments)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -75,7 +71,7 @@ def test_a_scale_of_gradients_holds_for_one_step(moments):
     for scales in (True, False):
         torch.manual_seed(0)
         parameters = [*(model := torch.nn.Linear(7, 5)).parameters()]
-        optimizer = make_optimizer(model, ParallelConfig(optimizer="adamw", moments=moments))
+        optimizer = make_optimizer(model, alone(optimizer="adamw", moments=moments))
         for step in (1, 2):
             gradients = [torch.randn_like(parameter) for parameter in parameters]
             for parameter, gradient in zip(parameters, gradients):

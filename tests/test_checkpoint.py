@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import launch, refused, slow, succeed
+from conftest import alone, launch, refused, slow, succeed
 from test_formats import Evil
 from test_train import CONFIG, flags
 
 import checkpoint
-from config import ParallelConfig
 from files import directories
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
@@ -43,7 +42,7 @@ def save(out, step, model, optimizer, keep=0):
 def trained(seed=0, steps=3, weight_decay=0.1, **options):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    optimizer = make_optimizer(model, ParallelConfig(**options), 1e-2, weight_decay)
+    optimizer = make_optimizer(model, alone(**options), 1e-2, weight_decay)
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()

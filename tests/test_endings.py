@@ -21,6 +21,7 @@ from conftest import (
     ENVIRONMENT,
     ROOT,
     Forks,
+    alone,
     error_lines,
     finish,
     launch,
@@ -298,7 +299,7 @@ def test_a_node_that_reads_for_long_is_waited_for(monkeypatch):
 def test_nothing_is_updated_when_another_rank_is_not_finite(monkeypatch):
     model = Llama(CONFIG)
     model.init_weights()
-    optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
+    optimizer = make_optimizer(model, alone(), lr=1e-2)
     world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=torch.device("cpu"))
 
     def step(number: int, loss: float, squared_norm: float) -> None:

@@ -63,9 +63,9 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
      "error", "on the same device"),
     ("model", "torch.where(targets != IGNORE, losses, 0)", "losses[targets != IGNORE]", "float32",
      "error", "nonzero"),
-    ("optimizers", "nothing.new_empty(my_matrix.shape)", "torch.empty(my_matrix.shape)",
-     "fsdp muon", "update", "a blocking copy at optimizers.py"),
-    ("optimizers", "on_gpu and world.parallel.dtype == torch.bfloat16", "on_gpu",
+    ("muon", "nothing.new_empty(my_matrix.shape)", "torch.empty(my_matrix.shape)",
+     "fsdp muon", "update", "a blocking copy at muon.py"),
+    ("muon", "= on_gpu and parallel.dtype == torch.bfloat16", "= on_gpu",
      "old fsdp muon", "dtypes", "torch.bfloat16"),
 ]  # fmt: skip
 

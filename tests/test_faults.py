@@ -46,7 +46,7 @@ FAULTS = {
     ],
     "zero1": [
         ("gradient / self.mesh.size()", "gradient"),
-        ("parameter.whole.data.copy_(", "parameter.whole.data.clone().copy_("),
+        ("parameter.data.copy_(", "parameter.data.clone().copy_("),
     ],
     "pipeline": [
         ("self.inbox = {}  #", "microbatches = microbatches[1:]; self.inbox = {}  #"),
@@ -62,7 +62,7 @@ FAULTS = {
         ("total = own + arrived", "total = own"),
         ("[Partial()] if replicated else None", "None"),
     ],
-    "optimizers": [
+    "muon": [
         ("max(parameter.shape[-2:])", "max(update.shape[-2:])"),
         ("shard_of(whole, matrix, at) for", "shard_of(whole, matrix) for"),
         ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
@@ -100,7 +100,7 @@ USES = {  # file -> whether a case of exact.py uses it; where it is not listed, 
     "zero1": lambda parallel, **_: parallel["dp"] == "zero1",
     "pipeline": lambda parallel, **_: parallel["pp"] > 1,
     "async_tp": lambda parallel, **_: parallel["async_tp"],
-    "optimizers": lambda parallel, **_: parallel["optimizer"] == "muon",
+    "muon": lambda parallel, **_: parallel["optimizer"] == "muon",
     "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
     "rewards": lambda parallel, **case: case.get("objective") == "rewards",
 }

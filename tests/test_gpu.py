@@ -260,7 +260,7 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
     tokenizer = load_tokenizer("bytes")
     config = replace(SMALL, vocab_size=tokenizer.vocab_size)
     model, runner, world = built(process, config, **parallel)
-    optimizer = make_optimizer(model, world.parallel, lr=1e-2)
+    optimizer = make_optimizer(model, world, lr=1e-2)
     batch = batch_of(4, 32, False, config).to(DEVICE)
     step = Training(world, model, runner, optimizer, itertools.repeat(batch), microbatch=2)
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
         for _ in range(3):
             step()
     again, _, _ = built(process, config, **parallel)
-    its_optimizer = make_optimizer(again, world.parallel, lr=1e-2)
+    its_optimizer = make_optimizer(again, world, lr=1e-2)
     assert checkpoint.resume(tmp_path / "step-00000002", again, its_optimizer, tokenizer) == 2
     assert all(map(torch.equal, state_of(again, its_optimizer), expected))
 

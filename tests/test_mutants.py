@@ -145,7 +145,7 @@ FAULTS = [  # a file, what stands there and what replaces it, the flags, what is
      "--tp 2", "first in backward: the gradient of the output of norm, "),
     slow("zero1", "gradient / self.mesh.size()", "gradient",
          "--dp zero1", "first in reduction: the gradient of norm.weight, relative difference 1;"),
-    slow("zero1", "parameter.whole.data.copy_(parameter.detach().full_tensor())", "pass",
+    slow("zero1", "parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())", "pass",
          "--dp zero1", "first in update: "),
 ]  # fmt: skip
 

@@ -95,7 +95,7 @@ def recorded(rank: int, parallel: ParallelConfig, tied: bool) -> list[list[tuple
             if instruments.needs_real_tensors(parallel):
                 hook = instruments.all_reduce_at_once
                 runner.register_comm_hook(world.mesh.get_group("replicate"), hook)
-            optimizer = make_optimizer(model, parallel)
+            optimizer = make_optimizer(model, world)
             loss = accumulate(runner, share_sequences(rows(max(2, parallel.pp)), world), 1, world)
             world.all_gather_scalars([loss])
             optimizer.step()

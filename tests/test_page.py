@@ -27,7 +27,7 @@ from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from perf.plan import SPREAD
-from techniques import float8, offload, optimizers
+from techniques import bfloat16_moments, float8, offload
 
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
 WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
@@ -62,7 +62,7 @@ def count(work: Work, stage: int, monkeypatch) -> dict:
     is_fake = not needs_real_tensors(work.parallel)
     monkeypatch.setattr(float8, "has_float8", lambda *_: is_fake)  # count as on a GPU
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
-    monkeypatch.setattr(optimizers, "ELEMENTS_AT_A_TIME", 1 << 14)
+    monkeypatch.setattr(bfloat16_moments, "ELEMENTS_AT_A_TIME", 1 << 14)
     sent, held = emulate(work, stage)
     return {"peak": held["peak"], "payload": payload_of(sent)}
 

@@ -131,7 +131,7 @@ def test_a_parameter_without_a_gradient_is_named(world):
     model = Llama(CONFIG)
     model.init_weights()
     model.layers["1"].attention.unused = torch.nn.Linear(4, 4, bias=False)
-    optimizer = make_optimizer(model, ParallelConfig())
+    optimizer = make_optimizer(model, world)
     with pytest.raises(UserError, match=r"layers\.1\.attention\.unused\.weight got no gradient"):
         batches = iter([random_batch(CONFIG, 1, 8)])
         Training(world, model, model, optimizer, batches, microbatch=1)()
@@ -142,7 +142,7 @@ def test_the_gradient_of_a_single_target_is_not_scaled(world):
     model.init_weights()
     batch.targets.view(-1)[1:] = IGNORE
     gradients = torch.autograd.grad(model(*batch.inputs), [*model.parameters()])
-    optimizer = make_optimizer(model, ParallelConfig())
+    optimizer = make_optimizer(model, world)
     norm = Training(world, model, model, optimizer, iter([batch]), microbatch=1)().grad_norm
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
 

@@ -48,7 +48,7 @@ def main() -> None:
         world = with_mesh(process, ParallelConfig(**LAYOUTS[layout], dtype=torch.float64))
         model = build(CONFIG)
         runner = parallelize(model, world, initialize)
-        optimizer = make_optimizer(model, world.parallel, lr=1e-2)
+        optimizer = make_optimizer(model, world, lr=1e-2)
         if source:
             saved = directory / source / "step-00000002"
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2

@@ -287,7 +287,7 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     layers = parallel.pp * parallel.stages_per_rank + 1
     model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, base_bits=bits)
     runner = parallelize(model, world, lambda model: None)
-    optimizer = make_optimizer(model, parallel)
+    optimizer = make_optimizer(model, world)
     tokens = torch.zeros(4, 96, dtype=torch.int64)
     positions = torch.cat([torch.arange(n) for n in (32, 16, 48)]).repeat(4, 1)
     batch = Batch(tokens, tokens.clone(), positions if packed else None, 1)

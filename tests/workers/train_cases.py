@@ -196,7 +196,7 @@ def train(process, case: dict) -> dict:
     predicted = sends(work, pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
-    optimizer = make_optimizer(model, world.parallel, lr=1e-3 if "lora" in case else 1e-2)
+    optimizer = make_optimizer(model, world, lr=1e-3 if "lora" in case else 1e-2)
     gradients = {}
 
     def keep_first_gradients(*_):
