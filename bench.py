@@ -34,7 +34,16 @@ import finetune_lora
 import preferences
 import rewards
 import train
-from config import FLAGS, LAYOUTS, STRATEGIES, ParallelConfig, Work, decided, in_float64
+from config import (
+    FLAGS,
+    LAYOUTS,
+    STRATEGIES,
+    ParallelConfig,
+    Work,
+    decided,
+    in_float64,
+    with_optimizer_of,
+)
 from costs.machines import GPUS, assumed_machine
 from costs.search import with_mesh_sizes
 from data import local_batch
@@ -278,8 +287,7 @@ def equal(run: Pretraining) -> str:
     own = local_batch(order, world, job.train_set, 1)
 
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
-        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
-        world = replace(world, parallel=replace(world.parallel, **asked))
+        world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
         optimizer = make_optimizer(model, world, job.lr, run.weight_decay)
         sizes = batch.count(), batch.text_bytes
         return train.update(optimizer, loss, *sizes, clip=1.0, world=world, step=1)

@@ -23,10 +23,12 @@ from plumbing.parser import (
     positive_float,
     positive_int,
 )
+from techniques.optimizers import PEAK_RATES
 from text.tokenizer import DEFAULT_TOKENIZER
 
 MODEL, DATA, STEP, RUN, LORA = "model", "data", "optimizer step", "run", "LoRA"
 SPLIT = "how a step is split over ranks and computed"
+RATES = ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in PEAK_RATES.items())
 
 # fmt: off
 
@@ -52,8 +54,8 @@ class Run:
     steps: int = flag(1150, "number of optimizer steps", STEP)
     epochs: float | None = flag(None, "in place of --steps: how often the data are read", STEP,
                                 positive_float)
-    lr: float | None = flag(None, "peak learning rate; larger models need less (default: muon "
-                            "0.02, adamw 0.005)", STEP, nonnegative_float)
+    lr: float | None = flag(None, f"peak learning rate; larger models need less (default: {RATES})",
+                            STEP, nonnegative_float)
     weight_decay: float = flag(0.1, "of matrices; norms have none", STEP)
     warmup: int = flag(50, "steps of linear warmup to the peak, even where --steps are fewer",
                        STEP, nonnegative_int)

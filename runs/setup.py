@@ -32,6 +32,7 @@ from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
 from runs.flags import Pretraining, Run
+from techniques.optimizers import PEAK_RATES
 from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
@@ -115,7 +116,7 @@ def peak_learning_rate(run: Run, parallel: ParallelConfig) -> float:
     """Return --lr, or the default of the optimizer."""
     if run.lr is not None:
         return run.lr
-    return 0.02 if parallel.optimizer == "muon" else 5e-3
+    return PEAK_RATES[parallel.optimizer]
 
 
 def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Process) -> Job:

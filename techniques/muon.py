@@ -279,8 +279,8 @@ def stacks_on_rank(model: Llama, parallel) -> list[list[int]]:
     in_block = []
     for parameter in block.parameters():
         if parameter.ndim == 3 and parameter.requires_grad:
-            n_experts, *shape = parameter.shape
-            in_block.append([math.ceil(n_experts / parallel.stack_shard), *shape])
+            n_matrices, *shape = parameter.shape
+            in_block.append([math.ceil(n_matrices / parallel.stack_shard), *shape])
     return in_block * len(model.layers)
 
 

@@ -15,6 +15,8 @@ from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import Muon
 from techniques.zero1 import all_gather_updates, optimizer_parameters
 
+PEAK_RATES = {"muon": 0.02, "adamw": 0.005}  # of runs that ask for none
+
 
 def make_optimizer(
     model: Llama, world, lr: float = 5e-3, weight_decay: float = 0.1
