@@ -126,8 +126,7 @@ def test_a_script_takes_the_flags(command):
 def test_the_numbers_of_the_slurm_script_fit_together():
     """Its ranks can share the batch; torchrun waits for a save, and gives up before Slurm does. The
     script goes on with the run where it stopped, and is valid Bash."""
-    page = (ROOT / "docs/cluster.md").read_text()
-    (script,) = re.findall(r"^```bash\n(#!.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = slurm_script()
 
     def number(flag: str) -> int:
         return int(re.search(rf"{flag}(\d+)", script)[1])
@@ -139,6 +138,12 @@ def test_the_numbers_of_the_slurm_script_fit_together():
     (command,) = re.findall(r" train\.py (.*)", script.replace("\\\n", " "))
     assert parsed_by("train.py", *shlex.split(command)).resume
     subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
+def slurm_script() -> str:
+    page = (ROOT / "docs/cluster.md").read_text()
+    (script,) = re.findall(r"^```bash\n(#!.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return script
 
 
 def test_links_and_pictures_exist():
