@@ -1,4 +1,6 @@
-"""techniques/bfloat16_moments.py and techniques/muon.py."""
+"""techniques/bfloat16_moments.py and techniques/muon.py.
+
+AdamW is compared with torch's, Muon's matrices with a singular value decomposition."""
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import flops_of_muon, is_block_matrix, orthogonalize
 from techniques.optimizers import make_optimizer, scale_gradients
 
-BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1
+BETAS = (0.9, 0.95)
+LR = 0.01
+EPS = 1e-8
+DECAY = 0.1
 SHAPES = [(7, 5), (11,), (1,), (0, 3)]
 
 
@@ -55,13 +60,15 @@ def rounding_its_moments(parameters) -> torch.optim.AdamW:
 @pytest.mark.parametrize("elements", [1, 10, 1 << 24])
 def test_it_is_torchs_with_rounded_moments(monkeypatch, elements):
     monkeypatch.setattr(bfloat16_moments, "ELEMENTS_AT_A_TIME", elements)
-    ours, theirs = steps(with_bfloat16_moments), steps(rounding_its_moments)
+    ours = steps(with_bfloat16_moments)
+    theirs = steps(rounding_its_moments)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_moments_that_rounding_would_stop_are_refused():
+    parameter = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"need betas of at most 0.99"):
-        BFloat16AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.999))
+        BFloat16AdamW([parameter], lr=0.1, betas=(0.9, 0.999))
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
@@ -70,7 +77,8 @@ def test_a_scale_of_gradients_holds_for_one_step(moments):
     found = []
     for scales in (True, False):
         torch.manual_seed(0)
-        parameters = [*(model := torch.nn.Linear(7, 5)).parameters()]
+        model = torch.nn.Linear(7, 5)
+        parameters = [*model.parameters()]
         optimizer = make_optimizer(model, alone(optimizer="adamw", moments=moments))
         for step in (1, 2):
             gradients = [torch.randn_like(parameter) for parameter in parameters]
@@ -91,9 +99,11 @@ def test_singular_values_become_alike(shape):
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
     found = orthogonalize(matrix)
-    torch.testing.assert_close(found, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
+    expected = orthogonalized(matrix)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     values = torch.linalg.svdvals(found)
-    assert 0.6 < values.min() and values.max() < 1.25
+    assert values.min() > 0.6
+    assert values.max() < 1.25
     scaled = orthogonalize(1e-20 * matrix)
     torch.testing.assert_close(scaled, found, rtol=1e-12, atol=1e-12)
     assert not orthogonalize(torch.zeros(shape)).any()
@@ -108,5 +118,7 @@ def test_operations_are_counted():
     total = counter.get_total_flops()
     assert flops_of_muon(model, ParallelConfig()) == total
     # Of 21 matrices, 9 are in 3 batches of feed-forward's alone; no rank has more than rank 0.
-    assert total / 3 <= flops_of_muon(model, ParallelConfig("fsdp", shard=3)) < total / 3 * 1.1
-    assert flops_of_muon(model, ParallelConfig("hsdp", replicate=7, shard=3)) < total / 9
+    of_three = flops_of_muon(model, ParallelConfig("fsdp", shard=3))
+    assert total / 3 <= of_three < total / 3 * 1.1
+    of_more = flops_of_muon(model, ParallelConfig("hsdp", replicate=7, shard=3))
+    assert of_more < total / 9

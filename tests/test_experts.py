@@ -1,5 +1,7 @@
-"""techniques/experts.py and techniques/expert_parallel.py. Splits are in test_exact.py, models of
-transformers in test_model.py, files in test_formats.py."""
+"""techniques/experts.py and techniques/expert_parallel.py: runs, costs, and the balance of experts.
+
+Splits are compared in test_exact.py, models of transformers in test_model.py, files in
+test_formats.py."""
 
 import argparse
 import shutil
@@ -46,41 +48,50 @@ def test_a_recomputation_does_not_choose_again(kind):
 
 def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
     """With experts on other ranks, or on all. The four ranks train as one does, in float64."""
-    given = dict(n_experts=8, dp="fsdp", save_every=2, eval_every=2)
-    run = ["train.py", *flags(corpus, first := tmp_path / "first", steps=4, **given)]
-    succeed(*run, "--ep", 4, nproc=4)
-    for ep in (2, 1):
-        shutil.copytree(first, out := tmp_path / f"ep {ep}")
+    given = dict(steps=4, n_experts=8, dp="fsdp", save_every=2, eval_every=2)
+    first = tmp_path / "first"
+    succeed("train.py", *flags(corpus, first, **given), "--ep", 4, nproc=4)
+    for ep, nproc in ((2, 2), (1, 0)):
+        out = tmp_path / f"ep {ep}"
+        shutil.copytree(first, out)
         shutil.rmtree(out / "step-00000004")
-        run = ["train.py", *flags(corpus, out, steps=4, **given), "--ep", ep, "--resume"]
-        assert "resumed from" in succeed(*run, nproc=ep * (ep > 1)).out
+        command = "train.py", *flags(corpus, out, **given), "--ep", ep, "--resume"
+        result = succeed(*command, nproc=nproc)
+        assert "resumed from" in result.out
         same_metrics(metrics(out), metrics(first))
 
 
 def test_a_token_costs_its_experts_alone():
-    K, X = SMALL.top_k, SMALL.n_experts
-    plain = replace(SMALL, n_experts=0, ffn_dim=K * SMALL.ffn_dim)
-    router = 6 * SMALL.n_layers * SMALL.dim * X
-    costs = [flops_per_token(build_on_meta(config), 64) for config in (SMALL, plain)]
-    assert costs[0] == costs[1] + router
+    used = SMALL.top_k * SMALL.ffn_dim
+    dense = build_on_meta(replace(SMALL, n_experts=0, ffn_dim=used))
+    routers = 6 * SMALL.n_layers * SMALL.dim * SMALL.n_experts
+    mixture = build_on_meta(SMALL)
+    assert flops_per_token(mixture, 64) == flops_per_token(dense, 64) + routers
 
 
 def test_adapters_stand_beside_attention_alone():
     with pytest.raises(UserError, match=r"no nn\.Linear, so leave w1 out of --targets"):
         add_adapters(Llama(SMALL), LoRA(targets=["wq", "w1"]))
+    model = Llama(replace(SMALL, dim=64, head_dim=0))
     with pytest.raises(UserError, match="give --base-bits 16"):
-        add_adapters(Llama(replace(SMALL, dim=64, head_dim=0)), LoRA(targets=["wq"]), base_bits=4)
+        add_adapters(model, LoRA(targets=["wq"]), base_bits=4)
 
 
 @torch.no_grad()
 def busiest(out: Path, tokens: torch.Tensor) -> list[float]:
     """Return, for each block of a run's model, the tokens of its busiest expert over the mean."""
-    model, counts = load_pretrained(find_checkpoint(out), torch.float32), []
+    ratios = []
+
+    def measure(router, inputs, chosen) -> None:
+        _, _, counts = chosen
+        ratio = counts.max() / counts.double().mean()
+        ratios.append(ratio.item())
+
+    model = load_pretrained(find_checkpoint(out), torch.float32)
     for block in model.layers.values():
-        router = block.feed_forward.router
-        router.register_forward_hook(lambda _, inputs, chosen: counts.append(chosen[2].double()))
+        block.feed_forward.router.register_forward_hook(measure)
     model(tokens)
-    return [(of_block.max() / of_block.mean()).item() for of_block in counts]
+    return ratios
 
 
 @pytest.mark.slow
@@ -92,8 +103,11 @@ def test_the_bias_balances_experts(seed, tmp_path):
     for balance in ("bias", "none"):
         out = tmp_path / balance
         succeed("train.py", *given, "--seed", seed, "--balance", balance, "--out", out, timeout=900)
-        tokenizer = load_tokenizer(read_config(find_checkpoint(out))["tokenizer"])
-        ids = tokenizer.encode(Path(argparse.__file__).read_text())[: 32 * 256]
-        found[balance] = busiest(out, torch.tensor(ids).view(-1, 256))
-    print({name: [f"{ratio:.2f}" for ratio in ratios] for name, ratios in found.items()})
-    assert max(found["bias"]) <= 1.6 and max(found["none"]) > 2
+        config = read_config(find_checkpoint(out))
+        tokenizer = load_tokenizer(config["tokenizer"])
+        ids = tokenizer.encode(Path(argparse.__file__).read_text())
+        rows = torch.tensor(ids[: 32 * 256]).view(-1, 256)
+        found[balance] = busiest(out, rows)
+    print(found)
+    assert max(found["bias"]) <= 1.6
+    assert max(found["none"]) > 2

@@ -37,6 +37,8 @@ from techniques.offload import offload_activations
 from techniques.recompute import recompute_and_compile
 from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
+CPU = torch.device("cpu")
+
 
 def test_all_that_it_does():
     """The code in docstrings, on rank 0 of two: of the other one collectives know the part."""
@@ -99,7 +101,7 @@ def test_tensor_parallelism_refuses_what_has_no_place():
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
     mesh = SimpleNamespace(get_local_rank=lambda dim: 0)
-    world = SimpleNamespace(parallel=ParallelConfig(), device=torch.device("cpu"), mesh=mesh)
+    world = SimpleNamespace(parallel=ParallelConfig(), device=CPU, mesh=mesh)
     model = Llama(LlamaConfig(**GROUPED))
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
     with pytest.raises(UserError, match=r"attention\.slopes is a buffer, which would lose"):
@@ -156,7 +158,7 @@ def test_replicas_that_begin_differently_are_refused():
 def test_neighbours_share_what_talks_most(sizes, inner, outer):
     """As seen from rank 0: tp and shard lie within a node, replicate goes across."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    process = Process(0, 4, local_rank=0, per_node=4, device=torch.device("cpu"))
+    process = Process(0, 4, local_rank=0, per_node=4, device=CPU)
     world = with_mesh(process, ParallelConfig("hsdp", **sizes))
     groups = f"{inner} groups (0 1) (2 3); {outer} groups (0 2) (1 3)"
     assert describe_mesh(world) == f"mesh: 2 {outer} x 2 {inner}; {groups}"
@@ -225,14 +227,19 @@ def test_compiled_blocks_multiply_while_messages_travel(checkpointing):
     """In the code that torch.compile writes for a block of four ranks, forward and backward."""
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    process = Process(rank=1, size=4, local_rank=1, per_node=4, device=torch.device("cpu"))
+    process = Process(rank=1, size=4, local_rank=1, per_node=4, device=CPU)
     parallel = ParallelConfig(tp=4, async_tp=True, compile=True, checkpointing=checkpointing)
     world = with_mesh(process, parallel)
     model = build_on_meta(LlamaConfig(768, 1, 8, 4, 2304, vocab_size=64))
     initialize = partial(Llama.init_weights, assign=assign_shard)
     runner = parallelize(model, world, initialize)
     tokens = torch.zeros(2, 2048, dtype=torch.int64)
-    _, codes = run_and_get_code(lambda: runner(tokens, targets=tokens).backward())
+
+    def step() -> None:
+        loss = runner(tokens, targets=tokens)
+        loss.backward()
+
+    _, codes = run_and_get_code(step)
     dist.destroy_process_group()
     forward, backward = map(order_of, codes)
     assert "send wait" not in forward
@@ -381,6 +388,6 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
     tokens = torch.arange(12).view(1, 12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(tokens, targets=tokens).backward()
-    offload_activations(model, SimpleNamespace(device=torch.device("cpu")))
+    offload_activations(model, SimpleNamespace(device=CPU))
     with pytest.raises(RuntimeError, match="changed in place a tensor"):
         model(tokens, targets=tokens).backward()

@@ -32,20 +32,25 @@ CONFIG = dict(dim=36, n_layers=4, n_heads=6, n_kv_heads=2, ffn_dim=46, vocab_siz
 
 
 def steps(first, last, runner, optimizer, world) -> list[list[float]]:
-    share, rows = BATCH // world.data_size, []
+    share = BATCH // world.data_size
+    rows = []
     for step in range(first, last + 1):
-        batch = batch_of(packed=False, seq=14, seed=step).microbatches(share)[world.data_rank]
-        totals = Training(world, None, runner, optimizer, iter([batch]), share // 2, CLIP)()
+        batch = batch_of(packed=False, seq=14, seed=step)
+        own = batch.microbatches(share)[world.data_rank]
+        train = Training(world, None, runner, optimizer, iter([own]), share // 2, CLIP)
+        totals = train()
         rows.append([totals.mean_loss, totals.grad_norm])
     return rows
 
 
 def main() -> None:
     process = init_distributed()
-    directory, tokenizer = Path(sys.argv[1]), load_tokenizer("bytes")
+    directory = Path(sys.argv[1])
+    tokenizer = load_tokenizer("bytes")
     for work in sys.argv[2:]:
         source, _, layout = work.rpartition(">")
-        world = with_mesh(process, ParallelConfig(**LAYOUTS[layout], dtype=torch.float64))
+        parallel = ParallelConfig(**LAYOUTS[layout], dtype=torch.float64)
+        world = with_mesh(process, parallel)
         model = build(CONFIG)
         runner = parallelize(model, world, initialize)
         optimizer = make_optimizer(model, world, lr=1e-2)
@@ -54,7 +59,8 @@ def main() -> None:
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2
         else:
             steps(1, 2, runner, optimizer, world)
-            checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}, {}).save(2)
+            saver = checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}, {})
+            saver.save(2)
         rows = steps(3, 4, runner, optimizer, world)
         if world.rank == 0:
             (directory / f"{work}.json").write_text(json.dumps(rows))

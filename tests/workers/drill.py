@@ -20,10 +20,13 @@ def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list
     step or, two of four, in the save that begins next. It hits one rank or all ranks, in turns.
     Yields, after each, the step of the last checkpoint before it, the ranks that were killed, and
     the number of ranks."""
-    whole, killed, dice = out / "whole", out / "killed", random.Random(0)
+    whole = out / "whole"
+    killed = out / "killed"
+    dice = random.Random(0)
     complete([*command, "--save-every", "0", "--out", str(whole)], whole)
     rows = (whole / "metrics.jsonl").read_text().splitlines()
-    of_a_step = sum(json.loads(row)["seconds"] for row in rows) / len(rows)
+    seconds = [json.loads(row)["seconds"] for row in rows]
+    of_a_step = sum(seconds) / len(seconds)
     command = [*command, "--out", str(killed), "--resume"]
     for i in range(kills):
         with running(command, killed) as process:
@@ -34,8 +37,12 @@ def drill(command: list[str], out: Path, kills: int) -> Iterator[tuple[int, list
             while i % 4 < 2 and process.poll() is None and not list(killed.glob(".step-*")):
                 time.sleep(0.001)
             assert process.poll() is None, f"ended before kill {i}: {log_of(killed).read_text()}"
-            ranks, before = ranks_of(process) or [process.pid], newest(killed)
-            victims = list(range(len(ranks))) if i % 2 else [dice.randrange(len(ranks))]
+            ranks = ranks_of(process) or [process.pid]
+            before = newest(killed)
+            if i % 2:
+                victims = list(range(len(ranks)))
+            else:
+                victims = [dice.randrange(len(ranks))]
             kill([ranks[victim] for victim in victims])
             process.wait()
         yield before, victims, len(ranks)
@@ -55,7 +62,8 @@ def running(command: list[str], out: Path) -> Iterator[subprocess.Popen]:
     try:
         yield process
     finally:
-        kill([*ranks_of(process), process.pid] if process.poll() is None else [])
+        if process.poll() is None:
+            kill([*ranks_of(process), process.pid])
         process.wait()
 
 
@@ -72,9 +80,12 @@ def log_of(out: Path) -> Path:
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Return the ids of the processes that torchrun has started, none if it has ended."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(child) for child in children.read_text().split()] if children.exists() else []
+    if not children.exists():
+        return []
+    return [int(child) for child in children.read_text().split()]
 
 
 def newest(out: Path) -> int:
     """Return the step of the last checkpoint, or 0."""
-    return max((int(path.name.removeprefix("step-")) for path in checkpoints(out)), default=0)
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints(out)]
+    return max(steps, default=0)

@@ -22,7 +22,9 @@ from perf import instruments
 class LateWork(dist.Work):
     def __init__(self, work: dist.Work, name: str, outputs: list, arriving: list, inputs: list):
         super().__init__()
-        self.work, self.name, self.arrives = work, name, list(zip(outputs, arriving))
+        self.work = work
+        self.name = name
+        self.arrives = list(zip(outputs, arriving))
         self.versions = [(tensor, tensor._version) for tensor in inputs]
 
     def wait(self, timeout=None) -> bool:
@@ -32,9 +34,12 @@ class LateWork(dist.Work):
     def finish(self, *_) -> list[torch.Tensor]:
         if any(tensor._version != version for tensor, version in self.versions):
             raise RuntimeError(f"an input of {self.name} was changed before it was waited for")
+        outputs = []
         for output, arrived in self.arrives:
             output.detach().copy_(arrived)
-        outputs, self.arrives, self.versions = [pair[0] for pair in self.arrives], [], []
+            outputs.append(output)
+        self.arrives = []
+        self.versions = []
         return outputs
 
     def get_future(self) -> torch.futures.Future:  # for which DDP waits
@@ -53,7 +58,8 @@ class LateGroup(dist.ProcessGroup):
         self.real = dist.ProcessGroup(store, rank, size)
         self.real._register_backend(torch.device("cpu"), kind, gloo)
         self.real._set_default_backend(kind)
-        self.barrier, self.name = self.real.barrier, ""
+        self.barrier = self.real.barrier
+        self.name = ""
 
     def setGroupName(self, name: str) -> None:
         self.name = name

@@ -56,7 +56,8 @@ CLIP = 0.03  # below all norms, so that clipping is seen to work
 def steps_of(case: dict) -> int:
     """Return how many steps a case trains; what the last one sends is counted. The second goes on
     from the first's weights and moments. With DDP, it also sends which buckets gradients are in."""
-    return case.get("steps", 3 if case["parallel"].get("dp", "ddp") == "ddp" else 2)
+    strategy = case["parallel"].get("dp", "ddp")
+    return case.get("steps", 3 if strategy == "ddp" else 2)
 
 
 def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
@@ -67,11 +68,17 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
     targets = tokens[:, 1:].clone()
     for row in range(BATCH):
         targets[row, 1 + (seq - 1) * row // 7 :] = IGNORE
-    positions = torch.tensor([[*range(4), *range(9)]] * BATCH) if packed else None
-    if packed and seq != SEQ:
-        lengths = torch.randint(1, 8, (BATCH, seq), generator=generator).tolist()
-        documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
-        positions = torch.tensor([row[:seq] for row in documents])
+    positions = None
+    if packed and seq == SEQ:
+        positions = torch.tensor([[*range(4), *range(9)]] * BATCH)
+    elif packed:
+        rows = []
+        for lengths in torch.randint(1, 8, (BATCH, seq), generator=generator).tolist():
+            row = [2, 3]
+            for length in lengths:
+                row += range(length)
+            rows.append(row[:seq])
+        positions = torch.tensor(rows)
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
 
 
@@ -81,23 +88,30 @@ BETA = 0.3
 def packed_pairs() -> Packed:
     """Return rows of 24 tokens with one to three pairs. The last of the BATCH + 1 rows is not
     trained on, but evaluated with the others."""
-    generator, samples = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    samples = []
     for i in range(20):
-        prompt, *lengths = (1 + torch.randint(4, (3,), generator=generator)).tolist()
-        for length in lengths:
-            ids = torch.randint(VOCAB, (prompt + length + i % 2 * 2,), generator=generator).tolist()
-            samples.append((ids, [False] * prompt + [True] * (len(ids) - prompt)))
+        lengths = 1 + torch.randint(4, (3,), generator=generator)
+        prompt, *answers = lengths.tolist()
+        for answer in answers:
+            answer += i % 2 * 2
+            ids = torch.randint(VOCAB, (prompt + answer,), generator=generator)
+            samples.append((ids.tolist(), [False] * prompt + [True] * answer))
     tokenizer = SimpleNamespace(special={}, count_bytes=lambda targets: 1)
     return Packed(samples, 24, tokenizer, together=2)
 
 
 def scored_answers() -> tuple[list, list, torch.Tensor, torch.Tensor]:
     """Return BATCH prompts of packed_pairs, answers, another sampler's log p, and advantages."""
-    samples = packed_pairs().samples[:BATCH]
-    prompts = [[i for i, on in zip(*sample) if not on] for sample in samples]
-    answers = [[i for i, on in zip(*sample) if on] for sample in samples]
+    prompts = []
+    answers = []
+    for ids, is_target in packed_pairs().samples[:BATCH]:
+        length = len(ids) - sum(is_target)
+        prompts.append([*ids[:length]])
+        answers.append([*ids[length:]])
     log_p = torch.linspace(-5, -4, BATCH * 8, dtype=torch.float64).view(BATCH, 8)
-    return prompts, answers, log_p, torch.linspace(-1, 2, BATCH, dtype=torch.float64)
+    advantages = torch.linspace(-1, 2, BATCH, dtype=torch.float64)
+    return prompts, answers, log_p, advantages
 
 
 @dataclass(frozen=True)
@@ -115,10 +129,15 @@ def make_task(case: dict, model: Llama, world, work: Work) -> Task:
     if case["objective"] == "rewards":
         run = Rewarding(reward=Path(__file__).parents[2] / "docs/sums.py")
         return Rewards(run, job, world, work, None)
-    adapters = dict(all_weights="lora" not in case)
-    run = Preferring(beta=BETA, loss=case["objective"], eval_windows=BATCH + 1, **adapters)
+    run = Preferring(
+        beta=BETA,
+        loss=case["objective"],
+        eval_windows=BATCH + 1,
+        all_weights="lora" not in case,
+    )
     task = Preferences(run, job, world, work, None)
-    task.begin(Steps(0, 1, (), Order(BATCH + 1, work.seq_len, seed=0)))  # reads all rows
+    order = Order(BATCH + 1, work.seq_len, seed=0)  # reads all rows
+    task.begin(Steps(0, 1, (), order))
     return task
 
 
@@ -129,9 +148,12 @@ def capped(hidden, weight):
 def own_loss(logits, targets, vocabulary):
     """Smoothed labels, focal weights and a z-loss at once, as a student would write it in model.py;
     plain.py has PyTorch's formulas."""
-    loss, lse = vocabulary.cross_entropy(logits, targets), vocabulary.logsumexp(logits)
-    smoothed = 0.9 * loss + 0.1 * (lse - vocabulary.sum(logits) / vocabulary.size)
-    return (1 - torch.exp(-loss)) ** 2 * smoothed + 1e-2 * lse**2
+    loss = vocabulary.cross_entropy(logits, targets)
+    lse = vocabulary.logsumexp(logits)
+    mean = vocabulary.sum(logits) / vocabulary.size
+    smoothed = 0.9 * loss + 0.1 * (lse - mean)
+    focal = (1 - torch.exp(-loss)) ** 2 * smoothed
+    return focal + 1e-2 * lse**2
 
 
 def merge_ranks(values: dict) -> dict:
@@ -140,13 +162,16 @@ def merge_ranks(values: dict) -> dict:
         return values
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, values)
-    return {name: value for part in parts for name, value in part.items()}
+    merged = {}
+    for part in parts:
+        merged |= part
+    return merged
 
 
 def profiled_attentions(profile: torch.profiler.profile) -> int:
     """Return how many attention forwards a profile has."""
-    counts = {event.key: event.count for event in profile.key_averages()}
-    return sum(count for operator, count in counts.items() if is_attention(operator))
+    events = profile.key_averages()
+    return sum(event.count for event in events if is_attention(event.key))
 
 
 def build(config: dict, lora: dict | None = None) -> Llama:
@@ -167,7 +192,8 @@ def initialize(model: Llama) -> None:
             generator = generator_for(name, 0, torch.device("cpu"))
             value = torch.randn(parameter.shape, generator=generator)
             if "router" in name:  # which is added to probabilities; two experts have no tokens
-                value = torch.where(torch.arange(len(value)) < 2, -9, value / 20)
+                value = value / 20
+                value[:2] = -9
             assign_shard(parameter, value)
 
     def matrix(name: str) -> torch.Tensor:
@@ -180,7 +206,8 @@ def initialize(model: Llama) -> None:
     for name, parameter in adapters(model).items():
         if name.endswith("lora_B"):
             torch.manual_seed(len(name) + sum(map(ord, name)))
-            assign_shard(parameter, torch.randn(parameter.shape, dtype=torch.float64) / 10)
+            value = torch.randn(parameter.shape, dtype=torch.float64) / 10
+            assign_shard(parameter, value)
         if name.endswith("lora_magnitude"):
             to_local(parameter).mul_(1.3)
 
@@ -190,7 +217,8 @@ def train(process, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
     model = build(case["config"], case.get("lora"))
-    share, seq = BATCH // world.data_size, case.get("seq", SEQ)
+    share = BATCH // world.data_size
+    seq = case.get("seq", SEQ)
     microbatch = case.get("microbatch", share)
     work = Work(copy.deepcopy(model), world.parallel, BATCH, microbatch, seq)
     predicted = sends(work, pp_rank=0)
@@ -200,20 +228,27 @@ def train(process, case: dict) -> dict:
     gradients = {}
 
     def keep_first_gradients(*_):
+        if gradients:
+            return
         scale = getattr(optimizer, "gradient_scale", None)  # that it still has to multiply by
-        for name, p in optimizer_parameters(model).items() if not gradients else ():
-            gradients[name] = whole_tensor(p.grad) * (1 if scale is None else scale)
+        if scale is None:
+            scale = 1
+        for name, p in optimizer_parameters(model).items():
+            gradients[name] = whole_tensor(p.grad) * scale
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    rows, task = [], None  # of each step: mean loss, number of targets, gradient norm, measures
+    rows = []  # of each step: mean loss, number of targets, gradient norm, measures
+    task = make_task(case, model, world, work) if "objective" in case else None
     own = slice(world.data_rank * share, (world.data_rank + 1) * share)
-    if "objective" not in case:
+    if not task:
         batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
         batch = share_sequences(batch, world)
-    elif isinstance(task := make_task(case, model, world, work), Preferences):
+    elif isinstance(task, Preferences):
         totals = task.evaluate()
-        rows.append((totals.mean_loss, *task.measures(totals).values()))
-        batch = share_sequences(task.job.train_set.batch([*range(BATCH)[own]]), world)
+        measures = task.measures(totals)
+        rows.append((totals.mean_loss, *measures.values()))
+        batch = task.job.train_set.batch([*range(BATCH)[own]])
+        batch = share_sequences(batch, world)
     else:
         answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
         batch = evaluate.batch_of(answers, range(share), world)
@@ -228,38 +263,46 @@ def train(process, case: dict) -> dict:
             batch = task.with_base(batch)
         elif task:
             task.measured = {"log_ratio": 0.0}
-        with counter if step == steps else nullcontext():
+        count = counter if step == steps else nullcontext()
+        with count:
             totals = training.update(training.accumulate(batch), batch)
         measures = task.measures(totals).values() if task else ()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm, *measures))
-    if (key := ("ep", "all-to-all")) in getattr(counter, "sent", {}):  # depends on the routing: the
-        calls, nbytes = counter.sent[key]  # sum over ep does not
+    sent = None if compiled else counter.sent
+    to_experts = "ep", "all-to-all"
+    if sent and to_experts in sent:  # depends on the routing: the sum over ep does not
+        calls, nbytes = sent[to_experts]
         total = torch.tensor(nbytes)
         dist.all_reduce(total, group=world.own_groups["ep"])
-        counter.sent[key] = calls, total.item() / world.parallel.ep
-    tokens, sampling, saving = None, Counted(world), Counted(world)
+        sent[to_experts] = calls, total.item() / world.parallel.ep
+    tokens = None
+    sampling = Counted(world)
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
             tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
             with sampling, unsharded(model, world.parallel):
                 assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
+    gathers, _ = sampling.sent.get(("shard", "all-gather"), (0, 0))
+    saving = Counted(world)
     with saving:
-        gathered = gather_adapters(model)
+        saved = gather_adapters(model)
+    last = {name: whole_tensor(p) for name, p in model.named_parameters()}
+    counters = torch._dynamo.utils.counters
     return {
         "rows": rows,
         "gradients": merge_ranks(gradients),
         "first": merge_ranks(first),
-        "last": merge_ranks({name: whole_tensor(p) for name, p in model.named_parameters()}),
+        "last": merge_ranks(last),
         "tokens": tokens,
-        "sampling_gathers": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
-        "adapters": gathered,
+        "sampling_gathers": gathers,
+        "adapters": saved,
         "saving_bytes": sum(nbytes for _, nbytes in saving.sent.values()),
         "predicted": predicted,
-        "sent": None if compiled else counter.sent,
+        "sent": sent,
         "layers": len(model.layers),
         "attentions": profiled_attentions(counter) if compiled else counter.attentions,
-        "graphs": dict(torch._dynamo.utils.counters["stats"]),
-        "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
+        "graphs": dict(counters["stats"]),
+        "breaks": dict(counters["graph_break"]),
     }
 
 
@@ -275,9 +318,11 @@ def main():
     cases = json.loads(Path(sys.argv[1]).read_text())
     plain = dict(logits_of=model_py.logits_of, loss_of=model_py.loss_of)
     own = dict(logits_of=capped, loss_of=own_loss)
-    results, compile = [], torch.compile
+    results = []
+    compile = torch.compile
     for case in cases:
-        torch.compile = functools.partial(compile, backend=case.get("backend", "inductor"))
+        backend = case.get("backend", "inductor")
+        torch.compile = functools.partial(compile, backend=backend)
         if case["parallel"].get("compile"):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
