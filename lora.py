@@ -320,6 +320,7 @@ def quantize_base(
     for path, layer in with_progress(layers, "matrices in 4 bits"):
         matrix = read(f"{path}.weight").to(layer.weight.device)  # a GPU is faster
         codes, row_scale = quantized(matrix)
+        del matrix  # before the next one is read
         assign(layer.weight, codes)
         assign(layer.row_scale, row_scale)
 

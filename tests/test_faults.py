@@ -73,7 +73,7 @@ FAULTS = {
     ],
     "lora": [
         ("contiguous(), alpha=scale", "contiguous(), alpha=1.0"),
-        ("Partial() if p.is_shard(1) else p", "p"),
+        ("Partial() if has_parts else placement", "placement"),
         ("if magnitude is not None and scale", "if magnitude is not None"),
     ],
     "preferences": [
@@ -84,13 +84,13 @@ FAULTS = {
         ("return {name: value / pairs", "return {name: value / len(sums)"),
     ],
     "rewards": [
-        ("-(log_ratio.exp() * advantage)", "-(log_ratio * advantage)"),
-        ("row[is_target.nonzero()[0], 2] = 1", "row[is_target, 2] = 1"),
+        ("-(log_ratio.exp() *", "-(log_ratio *"),
+        ("begins[row, columns[0]] = 1", "begins[row, columns] = 1"),
     ],
     "train": [
-        ("len(targets) / targets", "world.data_size / targets"),
+        ("len(counts) / counts", "world.data_size / counts"),
         ("squared_norms.sum().sqrt()", "squared_norms[world.rank].sqrt()"),
-        ("loss = loss / tp\n", "loss = loss * 1\n"),
+        ("total_loss = total_loss / tp\n", "total_loss = total_loss * 1\n"),
     ],
 }  # fmt: skip
 USES = {  # file -> whether a case of exact.py uses it; where it is not listed, all do
