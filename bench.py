@@ -34,7 +34,15 @@ import finetune_lora
 import preferences
 import rewards
 import train
-from config import FLAGS, STRATEGIES, Work, add_parallel_flags, in_float64, requested_parallel
+from config import (
+    FLAGS,
+    STRATEGIES,
+    Work,
+    add_parallel_flags,
+    in_float64,
+    requested_parallel,
+    with_optimizer_of,
+)
 from costs.machines import GPUS, assumed_machine
 from costs.plans import FILTERS
 from costs.search import with_mesh_sizes
@@ -255,8 +263,7 @@ def equal(args: argparse.Namespace) -> str:
     batches = job.train_set.batch(rows), local_batch(args, world, job.train_set, 1)
 
     def update(model, loss, batch, world):
-        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
-        world = replace(world, parallel=replace(world.parallel, **asked))
+        world = replace(world, parallel=with_optimizer_of(world.parallel, work.parallel))
         optimizer = make_optimizer(model, world, args.lr, args.weight_decay)
         return train.update(optimizer, loss, batch, 1.0, world, step=1)
 

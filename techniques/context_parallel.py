@@ -47,6 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import attend, document_mask
+from techniques.technique import Technique
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
@@ -210,3 +211,6 @@ def share_sequences(batch: Batch, world) -> Batch:
         mesh=mesh,
         dtype=world.parallel.dtype,
     )
+
+
+TECHNIQUE = Technique("cp", refuses=refuses, suggests=suggests)

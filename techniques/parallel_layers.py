@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from plumbing.messages import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
+from techniques.technique import Technique
 
 
 def refuses(work) -> str:
@@ -164,3 +165,6 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
                 remedy = "each rank would add it to a partial sum: build the layer with bias=False"
             raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
     return dims
+
+
+TECHNIQUE = Technique("tp", refuses=refuses, suggests=suggests)

@@ -37,6 +37,7 @@ from model import KVCache, Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
+from techniques.technique import Technique
 
 # ------------------------------------------------------------------------------------------- stages
 # With tied embeddings the last rank keeps the embedding too, as its output.
@@ -337,3 +338,6 @@ def wait(works: list[dist.Work]) -> None:
     take the second wait for that of another message."""
     while works:
         works.pop().wait()
+
+
+TECHNIQUE = Technique("pp", refuses=refuses, suggests=suggests)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import Llama
 from plumbing.shards import chunk_of
+from techniques.technique import Technique
 
 
 class ZeRO1(nn.Module):
@@ -106,3 +107,6 @@ def all_gather_updates(model: Llama, *_) -> None:
     for parameter in model.parameters():
         if hasattr(parameter, "optimizer_slice"):
             parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())
+
+
+TECHNIQUE = Technique("dp", refuses=refuses, suggests=suggests, value="zero1")
