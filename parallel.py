@@ -100,7 +100,8 @@ class World(Process):
     @property
     def data_rank(self) -> int:
         """Index of this rank's share of a batch, below data_size."""
-        replica, shard = (self.mesh.get_local_rank(dim) for dim in ("replicate", "shard"))
+        replica = self.mesh.get_local_rank("replicate")
+        shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp
 
     def all_gather_scalars(self, values: list[float | Tensor]) -> Tensor:
@@ -185,7 +186,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
-        pipeline.cut(model, *stage_place)
+        pipeline.keep_own_stages(model, *stage_place)
     for technique in used_techniques(parallel, BEFORE_TP):
         technique.apply(model, world)
     if parallel.tp > 1:

@@ -2,10 +2,14 @@ r"""Pipeline parallelism: each rank has some of the layers, and microbatches pas
 
     torchrun --nproc-per-node 4 train.py --pp 4 --microbatch 1 --out out/pp
 
-A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
-backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
-keep all ranks busy, a batch is cut into microbatches. A *schedule* orders each rank's actions: F, a
-stage's forward of a microbatch, and B, its backward (schedules.py).
+A model is split into *stages* of consecutive layers. A stage sends its output to the next one, and
+in backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
+keep all ranks busy, a batch is split into microbatches. A *schedule* orders each rank's actions: F,
+a stage's forward of a microbatch, and B, its backward (schedules.py):
+
+    rank 0 F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    rank 1 .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
+    rank 2 .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
 
 Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
 B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
@@ -93,15 +97,15 @@ def blocks_of(model: Llama, stage: int, stages: int) -> nn.ModuleDict:
     return blocks
 
 
-def cut(model: Llama, rank: int, p: int, v: int) -> None:
-    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model. Raises
-    UserError for a parameter of which no stage would know."""
+def keep_own_stages(model: Llama, rank: int, p: int, v: int) -> None:
+    """Remove from a model what a rank of a pipeline does not need; names stay those of the whole
+    model. Raises UserError for a parameter that belongs to no stage."""
     for name, _ in model.named_parameters():
         if name.partition(".")[0] not in ("tok_embeddings", "layers", "norm", "output"):
             raise UserError(
                 f"{name} belongs to no stage of a pipeline: move it into a block or, if it follows "
-                f"the last one, let cut and stages_of of techniques/pipeline.py treat it as "
-                f"`output`"
+                f"the last one, let keep_own_stages and stages_of of techniques/pipeline.py treat "
+                f"it as `output`"
             )
     trains = any(parameter.requires_grad for parameter in model.parameters())
     own = nn.ModuleDict()
@@ -121,18 +125,19 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
 
 @functools.lru_cache(64)
 def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
-    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    """Return what keep_own_stages would leave of a model, which stays whole; the two share their
+    modules."""
     if p == 1:
         return model
     part = copy.copy(model)
     part._modules = dict(model._modules)
-    cut(part, rank, p, v)
+    keep_own_stages(part, rank, p, v)
     return part
 
 
 def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     """Return a rank's stages as modules of their own, which share the parts of `model`; the model
-    itself, if it is not cut."""
+    itself, if it has one stage."""
     if p == 1:
         return [model]
     last = p * v - 1
