@@ -46,7 +46,8 @@ def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
         rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
         rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
     """
-    forwards, backwards = [f"F{i}" for i in range(m)], [f"B{i}" for i in range(m)]
+    forwards = [f"F{i}" for i in range(m)]
+    backwards = [f"B{i}" for i in range(m)]
     return alternate(forwards, backwards, first=min(m, p - 1 - rank))
 
 

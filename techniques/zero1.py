@@ -33,7 +33,8 @@ class ZeRO1(nn.Module):
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""
         super().__init__()
-        self.model, self.mesh = model, world.mesh["replicate"]
+        self.model = model
+        self.mesh = world.mesh["replicate"]
         self.is_last_microbatch = True
         self.pending: list[tuple[DTensor, DTensor]] = []  # a slice, its gradient when it arrives
         for parameter in model.parameters():
