@@ -263,7 +263,7 @@ def equal(args: argparse.Namespace) -> str:
     batches = job.train_set.batch(rows), local_batch(args, world, job.train_set, 1)
 
     def update(model, loss, batch, world):
-        world = replace(world, parallel=with_optimizer_of(world.parallel, work.parallel))
+        world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
         optimizer = make_optimizer(model, world, args.lr, args.weight_decay)
         return train.update(optimizer, loss, batch, 1.0, world, step=1)
 

@@ -239,8 +239,8 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, **changes)
 
 
-def with_optimizer_of(parallel: ParallelConfig, other: ParallelConfig) -> ParallelConfig:
-    """Return a layout that trains by the optimizer of another."""
+def with_optimizer_of(other: ParallelConfig, parallel: ParallelConfig) -> ParallelConfig:
+    """Return `parallel` with the optimizer of another configuration."""
     return replace(parallel, optimizer=other.optimizer, moments=other.moments)
 
 

@@ -269,7 +269,7 @@ def plain_adamw(named: dict[str, torch.Tensor], lr: float):
 
 def plain_muon(named: dict[str, torch.Tensor], lr: float):
     """Return Muon for the matrices of blocks, with AdamW for all other parameters, written
-    independently of techniques/muon.py."""
+    independently of techniques/optimizers.py."""
     matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim > 1}
     adamw = plain_adamw({n: p for n, p in named.items() if n not in matrices}, lr)
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
