@@ -100,7 +100,8 @@ class World(Process):
     @property
     def data_rank(self) -> int:
         """Index of this rank's share of a batch, below data_size."""
-        replica, shard = (self.mesh.get_local_rank(dim) for dim in ("replicate", "shard"))
+        replica = self.mesh.get_local_rank("replicate")
+        shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp
 
     def all_gather_scalars(self, values: list[float | Tensor]) -> Tensor:
@@ -119,20 +120,24 @@ class World(Process):
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
     """Arrange the processes in a mesh, by default as replicas. In labs/hsdp you write it."""
     parallel = parallel or ParallelConfig(replicate=process.size)
-    sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
+    dims = "pp", "replicate", "shard", "tp"
+    sizes = parallel.pp, parallel.replicate, parallel.shard, parallel.tp
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
-    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    place, groups = dict.fromkeys(("cp_mesh", "stage_group", "expert_mesh")), {}
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
+    cp_mesh = stage_group = expert_mesh = None
+    own_groups = {}
     if parallel.cp > 1:
-        place["cp_mesh"] = context_parallel.make_mesh(mesh, parallel.cp, kind, groups)
+        cp_mesh = context_parallel.make_mesh(mesh, parallel.cp, kind, own_groups)
     if parallel.pp > 1:
-        place["stage_group"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
+        stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     if parallel.ep > 1:
-        place["expert_mesh"] = expert_parallel.make_mesh(parallel, kind, groups)
-    of_mesh = map(mesh.get_group, sizes) if mesh.get_coordinate() else ()
-    all_groups = (*of_mesh, place["stage_group"], *groups.values())  # a mesh may leave ranks out
-    connect(all_groups, process.device, ordered=parallel.cp * parallel.tp > 1)
-    return World(**vars(process) | place | dict(parallel=parallel, mesh=mesh, own_groups=groups))
+        expert_mesh = expert_parallel.make_mesh(parallel, kind, own_groups)
+    groups = [stage_group, *own_groups.values()]
+    if mesh.get_coordinate():  # a mesh may leave ranks out
+        groups = [*map(mesh.get_group, dims), *groups]
+    connect(groups, process.device, ordered=parallel.cp * parallel.tp > 1)
+    place = process.rank, process.size, process.local_rank, process.per_node, process.device
+    return World(*place, parallel, mesh, cp_mesh, stage_group, expert_mesh, own_groups)
 
 
 # The techniques in the order in which they change a model: first those that replace layers, before
@@ -146,8 +151,10 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides sizes by the ranks of a mesh dimension. Each has `refuses` and `suggests`.
-SIZE_DIVIDERS = parallel_layers, context_parallel, expert_parallel.TECHNIQUE, pipeline, zero1
+# What divides sizes by the ranks of a mesh dimension, and is always asked what it refuses.
+SIZE_DIVIDERS = [
+    file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
+]
 
 
 def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
@@ -158,11 +165,14 @@ def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
     that a script adds to the lists above, such as LoRA."""
     used = used_techniques(work.parallel)
-    flags = [t.flag for t in used if t.only_linear]  # they change nn.Linear, not stacked matrices
-    if work.model.config.n_experts and flags:
-        return f"--{flags[0].replace('_', '-')} is not for the products of experts: leave it out"
-    reasons = (refuser.refuses(work) for refuser in (*SIZE_DIVIDERS, *used, *more))
-    return next(filter(None, reasons), "")
+    for technique in used:
+        if technique.only_linear and work.model.config.n_experts:
+            flag = f"--{technique.flag.replace('_', '-')}"
+            return f"{flag} is not for the products of experts: leave it out"
+    for technique in (*SIZE_DIVIDERS, *used, *more):
+        if reason := technique.refuses(work):
+            return reason
+    return ""
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
@@ -176,7 +186,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
-        pipeline.cut(model, *stage_place)
+        pipeline.keep_own_stages(model, *stage_place)
     for technique in used_techniques(parallel, BEFORE_TP):
         technique.apply(model, world)
     if parallel.tp > 1:

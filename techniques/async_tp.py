@@ -53,15 +53,18 @@ class Ring:
     """The ranks along tp, in a ring."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.mesh, self.group = mesh, mesh.get_group().group_name
-        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.mesh = mesh
+        self.group = mesh.get_group().group_name
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
 
     def send(self, x: Tensor, step: int) -> Tensor:
         """Start to send x to the rank `step` farther on. Returns what arrives from the other side,
         a flat tensor [x.numel()], valid after `wait` on itself: where a view of it is waited for,
         torch.compile frees x too early."""
-        sent, received = [0] * self.size, [0] * self.size  # numbers to, and from, each rank
+        sent = [0] * self.size  # elements to each rank
         sent[(self.rank + step) % self.size] = x.numel()
+        received = [0] * self.size  # elements from each rank
         received[(self.rank - step) % self.size] = x.numel()
         all_to_all = torch.ops._c10d_functional.all_to_all_single
         return all_to_all(x.contiguous().flatten(), received, sent, self.group)
@@ -113,9 +116,11 @@ class Arriving:
     The first layer that multiplies it takes each chunk as it comes; others find them all here."""
 
     def __init__(self, x: DTensor, ring: Ring):
-        self.shape, self.ring = x.shape, ring
+        self.shape = x.shape
+        self.ring = ring
         # Chunk i, [B, ceil(T / n), D], is that of rank (rank - i) % n. At first there is our own.
-        self.chunks = [with_tokens(x.to_local(), math.ceil(x.shape[1] / ring.size))]
+        size = math.ceil(x.shape[1] / ring.size)
+        self.chunks = [with_tokens(x.to_local(), size)]
 
     @classmethod
     def __torch_function__(cls, function, *_):
@@ -123,21 +128,25 @@ class Arriving:
 
     def product(self, multiply) -> Tensor:
         """Return multiply(chunk) of all chunks, in the order of tokens: [B, T, out / n]."""
-        ring, products = self.ring, {}
+        ring = self.ring
+        products = {}  # rank -> that of its tokens
         for step in range(ring.size):
-            chunk, under_way = self.chunks[step], None
+            chunk = self.chunks[step]
+            under_way = None
             if len(self.chunks) == step + 1 < ring.size:
                 under_way = Depart.apply(chunk, ring)
             products[(ring.rank - step) % ring.size] = multiply(chunk)
             if under_way is not None:
                 self.chunks.append(Arrive.apply(under_way, chunk.shape, ring))
-        return with_tokens(torch.cat([products[i] for i in range(ring.size)], 1), self.shape[1])
+        in_order = [products[rank] for rank in range(ring.size)]
+        return with_tokens(torch.cat(in_order, 1), self.shape[1])
 
 
 def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
     """Return the sum over ranks of multiply(x): [B, T, out], sharded by tokens. x [B, T, in / n].
     `mark` announces a message to selective checkpointing, which then saves it."""
-    (B, T, _), size = x.shape, math.ceil(x.shape[1] / ring.size)
+    B, T, _ = x.shape
+    size = math.ceil(T / ring.size)  # tokens of a chunk
     chunks = with_tokens(x, size * ring.size).split(size, 1)
     total = multiply(chunks[(ring.rank - 1) % ring.size])
     for step in range(1, ring.size):
@@ -147,9 +156,10 @@ def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
         finally:  # also where checkpointing stops a recomputation, by an exception in multiply
             arrived = Arrive.apply(under_way, total.shape, ring)
         total = own + arrived
-    D, n_tokens = total.shape[2], min(size, max(0, T - ring.rank * size))
-    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
+    D = total.shape[2]
+    n_tokens = min(size, max(0, T - ring.rank * size))  # of this rank: the last may have fewer
     own = with_tokens(total, n_tokens)
+    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
     return DTensor.from_local(own, ring.mesh, [Shard(1)], run_check=False, **whole)
 
 
@@ -164,8 +174,9 @@ def local_operand(operand):
     LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
     if not isinstance(operand, DTensor):
         return operand
-    replicated = operand.placements[0].is_replicate()
-    return operand.to_local(grad_placements=[Partial()] if replicated else None)
+    if operand.placements[0].is_replicate():
+        return operand.to_local(grad_placements=[Partial()])
+    return operand.to_local()
 
 
 # ------------------------------------------------------------------------------ styles for the PLAN
@@ -176,7 +187,12 @@ class GatherInChunks(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         ring = Ring(mesh)
-        module.register_forward_pre_hook(lambda _, inputs: (Arriving(inputs[0], ring), *inputs[1:]))
+
+        def let_arrive(module: nn.Module, inputs: tuple) -> tuple:
+            x, *others = inputs
+            return Arriving(x, ring), *others
+
+        module.register_forward_pre_hook(let_arrive)
         return module
 
 
@@ -190,11 +206,12 @@ class InChunks(ParallelStyle):
 
     def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         shard_parameters(layer, mesh, self.weight_dim)
-        ring, product = Ring(mesh), getattr(layer, "product", F.linear)
+        ring = Ring(mesh)
+        product = getattr(layer, "product", F.linear)
         layer.saves_chunks = False
 
         def product_in_chunks(x, *operands):
-            mark = torch.ops.aten.alias if layer.saves_chunks else lambda x: x
+            mark = torch.ops.aten.alias if layer.saves_chunks else unmarked
             parts = [local_operand(operand) for operand in operands]
 
             def multiply(chunk: Tensor) -> Tensor:
@@ -210,6 +227,10 @@ class InChunks(ParallelStyle):
         else:
             layer.forward = lambda x: product_in_chunks(x, layer.weight, layer.bias)
         return layer
+
+
+def unmarked(x: Tensor) -> Tensor:
+    return x
 
 
 def in_chunks(style: ParallelStyle) -> ParallelStyle:
@@ -228,11 +249,14 @@ def refuses(work) -> str:
 def sends(model: Llama, work) -> Iterator[tuple]:
     """Messages in place of the blocks' collectives, n - 1 for each, and w2's once more where blocks
     recompute."""
-    parallel, calls = work.parallel, work.microbatches * len(model.layers)
+    parallel = work.parallel
+    n = parallel.tp
+    calls = work.microbatches * len(model.layers)
     repeated = int(parallel.checkpointing != "none")
-    gathers, scatters = 4 + 2 * repeated, 4 + parallel.repeats_attention
-    n, tokens = parallel.tp, work.microbatch * -(-work.length // parallel.tp)
-    message = tokens * work.model.config.dim * parallel.weight_bytes
+    gathers = 4 + 2 * repeated
+    scatters = 4 + parallel.repeats_attention
+    tokens = work.microbatch * math.ceil(work.length / n)
+    message = tokens * work.model.config.dim * parallel.weight_bytes  # bytes of a chunk
     yield "tp", "all-gather", -gathers * calls, n * message
     yield "tp", "reduce-scatter", -scatters * calls, n * message
     yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
@@ -245,5 +269,10 @@ def suggests(facts) -> str:
 
 
 TECHNIQUE = Technique(
-    "async_tp", keep_messages_early, refuses, sends=sends, suggests=suggests, only_linear=True
+    "async_tp",
+    keep_messages_early,
+    refuses,
+    sends=sends,
+    suggests=suggests,
+    only_linear=True,
 )

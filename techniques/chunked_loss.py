@@ -31,12 +31,16 @@ from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
 # Tokens of a chunk (docs/measured.md compares sizes).
-LOSS_CHUNK, LOSS_CHUNK_ON_GPU, LOSS_CHUNK_COMPILED = 512, 2048, 4096
+LOSS_CHUNK = 512
+LOSS_CHUNK_ON_GPU = 2048
+LOSS_CHUNK_COMPILED = 4096
 
 
 def tokens_at_a_time(on_gpu: bool, compiled: bool) -> int:
     """Return how many tokens a chunk has."""
-    return LOSS_CHUNK_COMPILED if compiled else LOSS_CHUNK_ON_GPU if on_gpu else LOSS_CHUNK
+    if compiled:
+        return LOSS_CHUNK_COMPILED
+    return LOSS_CHUNK_ON_GPU if on_gpu else LOSS_CHUNK
 
 
 def chunked_loss(
@@ -49,7 +53,8 @@ def chunked_loss(
     in_training = torch.is_grad_enabled()
     loss_of_chunk = compiled if compiled and in_training else sum_of_losses
     size = tokens_at_a_time(hidden.is_cuda, compiled is not None)
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    hidden = hidden.flatten(0, -2)
+    targets = targets.flatten()
     return ChunkedLoss.apply(hidden, weight, targets, vocabulary, loss_of_chunk, size, in_training)
 
 
@@ -67,8 +72,9 @@ def cross_entropies(
         return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
 
     size = tokens_at_a_time(hidden.is_cuda, compiled=False)
-    chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size))
-    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    parts = []
+    for chunk in zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size)):
+        parts.append(checkpoint(of_chunk, *chunk, use_reentrant=False))
     return torch.cat(parts).view_as(targets)
 
 

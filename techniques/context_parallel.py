@@ -47,21 +47,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import attend, document_mask
+from techniques.technique import Technique
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
 def refuses(work) -> str:
     """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks.
     Padding could make them equal, but ranks would compute it."""
-    parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim
-    if (cp := parallel.cp) == 1:
+    cp, seq_len = work.parallel.cp, work.seq_len
+    if cp == 1:
         return ""
-    if seq_len % (2 * cp):
+    chunks = 2 * cp
+    if seq_len % chunks:
         return (
-            f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
-            f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
+            f"--seq-len {seq_len} cannot be cut into the {chunks} chunks of --cp {cp}: use "
+            f"--seq-len {math.ceil(seq_len / chunks) * chunks}"
         )
-    widths = kernel_widths("cuda" if work.on_gpu else "cpu", work.parallel.dtype)
+    head_dim = work.model.config.head_dim
+    device = "cuda" if work.on_gpu else "cpu"
+    widths = kernel_widths(device, work.parallel.dtype)
     if widths and head_dim not in widths:
         return (
             f"--cp needs heads of a width in {widths} on this device, and they have {head_dim}: "
@@ -128,8 +132,7 @@ class SharedSequences(NamedTuple):
         """The same, given keys and values [B, T, KV, E] of whole sequences."""
         attended = []
         for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
-            qkv = queries, k[:, :end], v[:, :end]
-            attended.append(attend(*qkv, mask))
+            attended.append(attend(queries, k[:, :end], v[:, :end], mask))
         return torch.cat(attended, 1)
 
 
@@ -157,40 +160,46 @@ class SharedBatch(Batch):
     @property
     def documents(self) -> SharedSequences:
         """Return what a model's forward takes as `documents`."""
-        rank, n = self.mesh.get_local_rank(), self.mesh.size()
-        size = self.all_positions.shape[1] // (2 * n)
+        rank = self.mesh.get_local_rank()
+        n = self.mesh.size()
+        size = self.all_positions.shape[1] // (2 * n)  # tokens of a chunk
         ends = [(chunk + 1) * size for chunk in chunks_of(rank, n)]
-        device = self.tokens.device.type
-        has_kernel = kernel_widths(device, self.dtype)
+        has_kernel = kernel_widths(self.tokens.device.type, self.dtype)
         make = self.documents_until if has_kernel else self.mask_until
-        return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
+        masks = [make(end, size) for end in ends]
+        return SharedSequences(self.mesh, ends, masks)
 
     def mask_until(self, end: int, queries: int) -> Tensor:
         """Return a mask for a chunk: 0 where its queries may attend, else -infinity. A boolean mask
         would be converted in every block, and every block would save its copy."""
         visible = document_mask(self.all_positions[:, :end], queries)  # [B, 1, queries, end]
-        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
+        mask = torch.zeros_like(visible, dtype=self.dtype)
+        return mask.masked_fill_(~visible, -torch.inf)
 
     def documents_until(self, end: int, queries: int) -> Documents:
         """Return what a kernel needs in place of a mask: each document's queries in the chunk, if
         there are any, and its keys before the chunk's end. The kernel lets the last query attend
         to all keys, the query before it to all but the last, and so on."""
-        of_queries = self.starts.clamp(end - queries, end) - (end - queries)
-        starts = flat_starts(of_queries, queries), flat_starts(self.starts.clamp(max=end), end)
-        return Documents(*starts, queries, end)
+        before = end - queries  # tokens before the chunk
+        starts = self.starts.clamp(before, end) - before
+        key_starts = self.starts.clamp(max=end)
+        return Documents(flat_starts(starts, queries), flat_starts(key_starts, end), queries, end)
 
 
 def share_sequences(batch: Batch, world) -> Batch:
     """Return this rank's tokens of a batch of whole sequences, which all ranks along cp have. Raise
     ValueError for sequences that cannot be cut into 2 cp equal chunks."""
-    mesh, n, positions = world.cp_mesh, world.parallel.cp, batch.positions
+    n = world.parallel.cp
     if n == 1:
         return batch
-    rank, T = mesh.get_local_rank(), batch.tokens.shape[1]
+    mesh, positions = world.cp_mesh, batch.positions
+    rank = mesh.get_local_rank()
+    T = batch.tokens.shape[1]
     if T % (2 * n):
         raise ValueError(f"sequences of {T} tokens cannot be cut into {2 * n} equal chunks")
     if positions is None:
-        positions = torch.arange(T, device=batch.tokens.device).repeat(len(batch.tokens), 1)
+        one_row = torch.arange(T, device=batch.tokens.device)
+        positions = one_row.repeat(len(batch.tokens), 1)
     own = [own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)]
     return SharedBatch(
         *own,
@@ -201,3 +210,6 @@ def share_sequences(batch: Batch, world) -> Batch:
         mesh=mesh,
         dtype=world.parallel.dtype,
     )
+
+
+TECHNIQUE = Technique("cp", refuses=refuses, suggests=suggests)

@@ -59,7 +59,8 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
     experts = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
     expert_of = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
     order = expert_of.argsort(stable=True)
-    out = forward(rows[order], arriving.sum(0))[order.argsort()]
+    out = forward(rows[order], arriving.sum(0))
+    out = out[order.argsort()]
     return AllToAll.apply(out, received, sent, group)
 
 
@@ -93,7 +94,8 @@ def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
 
 def spread_experts(model: Llama, world) -> None:
     """Shard the experts over ep, in place; their parameters become DTensors."""
-    mesh, parallel = world.expert_mesh["ep"], world.parallel
+    mesh = world.expert_mesh["ep"]
+    parallel = world.parallel
 
     def own(weight: Tensor) -> Tensor:
         """Return this rank's part. Its gradient is a sum over the tokens of N ranks, and FSDP
@@ -104,11 +106,12 @@ def spread_experts(model: Llama, world) -> None:
             part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)
         return part
 
-    for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        for layer in (experts.w1, experts.w2, experts.w3):
-            shard_parameters(layer, mesh, 0)
-            layer.own = own
-        experts.forward = partial(exchange, experts.forward, world.own_groups["ep"])
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for layer in (module.w1, module.w2, module.w3):
+                shard_parameters(layer, mesh, 0)
+                layer.own = own
+            module.forward = partial(exchange, module.forward, world.own_groups["ep"])
 
 
 class OfMixture(ParallelStyle):
@@ -123,8 +126,13 @@ class OfMixture(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.weight_dim is None:
             shard_parameters(module, mesh, None)
-            module.own = lambda p: p if p is None else p.to_local(grad_placements=[Partial()])
+            module.own = summed_over_tp
         return module
+
+
+def summed_over_tp(p: Tensor | None) -> Tensor | None:
+    """Return a replicated parameter, of whose gradient each rank along tp has a part."""
+    return p if p is None else p.to_local(grad_placements=[Partial()])
 
 
 PLAN = {
@@ -135,17 +143,21 @@ PLAN = {
 
 def refuses(work) -> str:
     """Return why a step cannot compute the experts of its model, in a line, or ""."""
-    parallel, n = work.parallel, work.model.config.n_experts
+    parallel = work.parallel
+    n = work.model.config.n_experts
     ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
+    if not n and ep > 1:
+        return "--ep is for models with experts: give --n-experts, or leave it out"
     if not n:
-        return "--ep is for models with experts: give --n-experts, or leave it out" * (ep > 1)
+        return ""
     if ep % tp:
         return f"--tp {tp} with experts needs --ep {tp}, or a multiple of it"
     if ep > 1 and dp in STRATEGIES and not STRATEGIES[dp].automatic:
         return f"--ep does not combine with --dp {dp}: use --dp fsdp"
     if n % ep:
         return f"--ep {ep} must divide the {n} experts of the model"
-    ranks, all_ranks = parallel.shard * tp, parallel.replicate * parallel.shard * tp
+    ranks = parallel.shard * tp
+    all_ranks = parallel.replicate * ranks
     if all_ranks % ep or (ranks % ep and ep % ranks):
         return f"--ep {ep} must divide the {ranks} ranks along shard x tp, or all {all_ranks}"
     return ""
@@ -154,9 +166,11 @@ def refuses(work) -> str:
 def sends(model: Llama, work) -> Iterator[tuple]:
     """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
     not gather tokens, which costs/page.py counts."""
-    config, parallel, tp = work.model.config, work.parallel, work.parallel.tp
-    again = parallel.recomputes  # forward is computed twice
-    blocks, row = work.microbatches * len(model.layers), config.dim * parallel.weight_bytes
+    config = work.model.config
+    tp = work.parallel.tp
+    again = work.parallel.recomputes  # forward is computed twice
+    blocks = work.microbatches * len(model.layers)
+    row = config.dim * work.parallel.weight_bytes  # bytes
     rows = work.tokens / tp * config.top_k
     yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * row
     yield "ep", "all-to-all", blocks * (1 + again), 8 * config.n_experts

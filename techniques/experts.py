@@ -43,14 +43,16 @@ class Router(nn.Linear):
 
     def __init__(self, config):
         super().__init__(config.dim, config.n_experts, bias=config.balance == "bias")
-        self.top_k, self.own = config.top_k, as_it_is
+        self.top_k = config.top_k
+        self.own = as_it_is
 
     def sharded_dims(self, dim):
         return {name: None for name, _ in self.named_parameters()}  # --tp replicates both
 
     def forward(self, x):
         """x [N, D] -> experts [N, K] of each token, weights [N, K], tokens of each expert [X]"""
-        weight, bias = self.own(self.weight), self.own(self.bias)
+        weight = self.own(self.weight)
+        bias = self.own(self.bias)
         # In float32 at least: in bfloat16 scores tie, and another kernel would choose others.
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -58,7 +60,8 @@ class Router(nn.Linear):
         # The bias is added to probabilities: scores grow without limit, and would outrun it.
         ranking = scores if bias is None else scores.softmax(1) + bias.to(dtype)
         experts = ranking.detach().topk(self.top_k).indices  # [N, K]
-        counts = (experts.view(-1, 1) == torch.arange(scores.shape[1], device=x.device)).sum(0)
+        numbers = torch.arange(scores.shape[1], device=x.device)  # of the experts
+        counts = (experts.view(-1, 1) == numbers).sum(0)
         weights = scores.gather(1, experts).softmax(1)
         if bias is not None:
             weights = ExcessAsGradient.apply(weights, bias, counts)
@@ -87,7 +90,8 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, n_experts: int, in_features: int, out_features: int, used: int):
         super().__init__()
-        self.used, self.own = used, as_it_is  # a token uses so many of the matrices
+        self.used = used  # a token uses so many of the matrices
+        self.own = as_it_is
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
     def forward(self, x, counts):
@@ -105,7 +109,8 @@ class GroupedLinear(nn.Module):
 def products_of_each(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
     # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
-    parts = zip(x.split(on_host(counts, len(x))), weight.unbind())
+    sizes = on_host(counts, len(x))
+    parts = zip(x.split(sizes), weight.unbind())
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
@@ -122,12 +127,17 @@ class Experts(nn.Module):
 
     def __init__(self, config, swiglu):
         super().__init__()
-        X, D, F, K = config.n_experts, config.dim, config.ffn_dim, config.top_k
         self.swiglu = swiglu
-        self.w1, self.w2, self.w3 = (GroupedLinear(X, *s, K) for s in ((D, F), (F, D), (D, F)))
+        X, K = config.n_experts, config.top_k
+        D, F = config.dim, config.ffn_dim
+        self.w1 = GroupedLinear(X, D, F, K)
+        self.w2 = GroupedLinear(X, F, D, K)
+        self.w3 = GroupedLinear(X, D, F, K)
 
     def forward(self, rows, counts):
-        return self.w2(self.swiglu(self.w1(rows, counts), self.w3(rows, counts)), counts)
+        gate = self.w1(rows, counts)
+        up = self.w3(rows, counts)
+        return self.w2(self.swiglu(gate, up), counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -145,5 +155,6 @@ class MixtureOfExperts(nn.Module):
         order = experts.flatten().argsort(stable=True)  # [N K]
         # From K copies of each token: so sums over K have an order, which index_add has not.
         rows = tokens.repeat_interleave(experts.shape[1], 0)[order]  # [N K, D]
-        out = self.experts(rows, counts)[order.argsort()].unflatten(0, experts.shape)  # [N, K, D]
+        out = self.experts(rows, counts)[order.argsort()]  # [N K, D] in the order of tokens
+        out = out.unflatten(0, experts.shape)  # [N, K, D]
         return (weights[..., None] * out).sum(1).type_as(x).view_as(x)

@@ -29,6 +29,7 @@ forward reads its weights once more), and dW in bfloat16, for models that do not
 Use for large matrices, compiled, which repay a pass over memory. Avoid where training diverges.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -63,35 +64,55 @@ def has_float8(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
     return recipe in float8_recipes(torch.cuda.get_device_capability(device))
 
 
-def rounded(x: Tensor, format: torch.dtype, recipe: str, group=None, factor=None) -> tuple:
-    """Return the codes of a matrix [m, k] in 8 bits, and the factor by which it was multiplied:
-    float32, [] tensorwise, [m, 1] rowwise, [m, k] of blocks. `group`: ranks that have other parts
-    of what a factor is for. `factor`: one that is known."""
+def factor_of(x: Tensor, format: torch.dtype, recipe: str, group=None) -> Tensor:
+    """Return the factor that brings the largest numbers of a matrix [m, k] to, or near, the largest
+    of a format: float32, [] tensorwise, [m, 1] rowwise, [m, k] of blocks. `group`: ranks that have
+    other parts of what a factor is for."""
     largest = torch.finfo(format).max
-    if factor is None and recipe == "mxfp8":
-        amax = x.float().unflatten(1, (-1, BLOCK)).abs().amax(-1, keepdim=True)
+    if recipe == "mxfp8":
+        blocks = x.float().unflatten(1, (-1, BLOCK))
+        amax = blocks.abs().amax(-1, keepdim=True)
         exponent = torch.log2(amax.double() / largest).ceil().clamp(min=-127)  # of 1 / factor
-        factor = torch.exp2(-exponent).float().expand(-1, -1, BLOCK).flatten(1)
-    elif factor is None:
-        amax = x.abs().amax() if recipe == "tensorwise" else x.abs().amax(1, keepdim=True)
-        if group is not None:
-            amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
-        factor = (largest / amax.double().clamp(min=2.0**-100)).float()  # at most 2^116
+        return torch.exp2(-exponent).float().expand(-1, -1, BLOCK).flatten(1)
+    if recipe == "tensorwise":
+        amax = x.abs().amax()
+    else:
+        amax = x.abs().amax(1, keepdim=True)
+    if group is not None:
+        reduced = collectives.all_reduce(amax, "max", group)
+        amax = collectives.wait_tensor(reduced)
+    return (largest / amax.double().clamp(min=2.0**-100)).float()  # at most 2^116
+
+
+def rounded(x: Tensor, format: torch.dtype, recipe: str, group=None, factor=None) -> tuple:
+    """Return the codes of a matrix [m, k] in 8 bits, and the factor by which it was multiplied: one
+    that is known, or its factor_of."""
+    if factor is None:
+        factor = factor_of(x, format, recipe, group)
+    largest = torch.finfo(format).max
     # Beyond the largest, codes would be NaN. An infinite x is: it makes the factor 0.
-    return (x.float() * factor).clamp(-largest, largest).to(format), factor
+    codes = (x.float() * factor).clamp(-largest, largest).to(format)
+    return codes, factor
 
 
-def product(a: tuple, b: tuple, recipe: str, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(a8: tuple, b8: tuple, recipe: str, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return a bᵀ [m, n] of rounded a [m, k] and b [n, k]. `fast`: sums may be less exact."""
-    (a, a_factor), (b, b_factor) = a, b
-    a_scale, b_scale = a_factor.reciprocal(), b_factor.reciprocal()
+    a, a_factor = a8
+    b, b_factor = b8
+    a_scale = a_factor.reciprocal()
+    b_scale = b_factor.reciprocal()
     if not has_float8(a.device, dtype, recipe):
         wide = torch.promote_types(dtype, torch.float32)
         with torch.autocast(a.device.type, enabled=False):
-            return ((a.to(wide) * a_scale.to(wide)) @ (b.to(wide) * b_scale.to(wide)).T).to(dtype)
+            left = a.to(wide) * a_scale.to(wide)
+            right = b.to(wide) * b_scale.to(wide)
+            return (left @ right.T).to(dtype)
     if recipe == "mxfp8":
-        a_scale, b_scale, fast = in_tiles(a_scale[:, ::BLOCK]), in_tiles(b_scale[:, ::BLOCK]), False
-    left, right = a.contiguous(), b.contiguous().T  # row-major, column-major
+        a_scale = in_tiles(a_scale[:, ::BLOCK])
+        b_scale = in_tiles(b_scale[:, ::BLOCK])
+        fast = False
+    left = a.contiguous()  # row-major
+    right = b.contiguous().T  # column-major
     return torch._scaled_mm(left, right, a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -111,28 +132,36 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):
-        in_group, ctx.out_group = groups
-        ctx.recipe, same_codes = recipe, recipe == "tensorwise"
+        in_group, out_group = groups
+        ctx.recipe = recipe
+        ctx.out_group = out_group
         x8 = rounded(x, E4M3, recipe, in_group)
-        # Codes that serve both products of W need the largest number of all of W.
-        weight_group = in_group or ctx.out_group if same_codes else in_group
-        weight8 = rounded(weight, E4M3, recipe, weight_group)
-        saved = (weight8[1], *x8) if same_codes else (None, x, None)
-        ctx.save_for_backward(weight, *saved)
+        if recipe == "tensorwise":
+            # Codes that serve both products of W need the largest number of all of W.
+            weight8 = rounded(weight, E4M3, recipe, in_group or out_group)
+            _, weight_factor = weight8
+            ctx.save_for_backward(weight, weight_factor, *x8)
+        else:
+            weight8 = rounded(weight, E4M3, recipe, in_group)
+            ctx.save_for_backward(weight, None, x, None)
         return product(x8, weight8, recipe, x.dtype, fast=True)  # GEMM 1: y = x Wᵀ, over in
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         weight, weight_factor, x, x_factor = ctx.saved_tensors
-        recipe, format = ctx.recipe, E4M3 if ctx.recipe == "mxfp8" else E5M2
+        recipe = ctx.recipe
+        format = E4M3 if recipe == "mxfp8" else E5M2
         grad8 = rounded(grad, format, recipe, ctx.out_group)
         weight8 = rounded(weight.T, E4M3, recipe, ctx.out_group, weight_factor)
         x_grad = product(grad8, weight8, recipe, grad.dtype)  # GEMM 2: dx = g W, over out
         if recipe == "tensorwise":
-            x8, grad8 = (x.T, x_factor), (grad8[0].T, grad8[1])
+            grad_codes, grad_factor = grad8
+            x8 = x.T, x_factor
+            grad8 = grad_codes.T, grad_factor
         else:
-            x8, grad8 = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
+            x8 = rounded(x.T, E4M3, recipe)
+            grad8 = rounded(grad.T, format, recipe)
         weight_grad = product(grad8, x8, recipe, grad.dtype)  # GEMM 3: dW = gᵀ x, over n
         return x_grad, weight_grad, None, None
 
@@ -140,7 +169,8 @@ class Float8Product(torch.autograd.Function):
 def float8_product(x: Tensor, weight: Tensor, recipe: str, groups: tuple = (None, None)) -> Tensor:
     """Return x Wᵀ in 8 bits, x [..., in], both in the dtype to which autocast casts them."""
     x, weight = cast_by_autocast(x, weight)
-    return Float8Product.apply(x.flatten(0, -2), weight, recipe, groups).unflatten(0, x.shape[:-1])
+    y = Float8Product.apply(x.flatten(0, -2), weight, recipe, groups)
+    return y.unflatten(0, x.shape[:-1])
 
 
 class Float8Linear(nn.Linear):
@@ -148,15 +178,17 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, base: nn.Linear, recipe: str):
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
-        self.weight, self.recipe = base.weight, recipe
+        self.weight = base.weight
+        self.recipe = recipe
         self.product = partial(float8_product, recipe=recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
 
     def shard_product(self, mesh: DeviceMesh) -> None:
+        group = mesh.get_group()
         shards_in = self.weight.placements[0].is_shard(1)
-        groups = (mesh.get_group(), None) if shards_in else (None, mesh.get_group())
+        groups = (group, None) if shards_in else (None, group)
         product = partial(self.product, groups=groups)
         self.product = product_of_shards(product, [self.weight.placements], mesh)
 
@@ -168,12 +200,12 @@ def layers_in_8_bits(model: Llama, parallel) -> dict[str, nn.Linear]:
     """Return the layers that are multiplied in 8 bits, by name: matrices of the blocks, without
     bias or adapter, whose widths a GPU can multiply, also when tp divides one of them."""
     multiple = parallel.tp * (BLOCK if parallel.float8 == "mxfp8" else MULTIPLE)
-    return {
-        f"layers.{name}": layer
-        for name, layer in model.layers.named_modules()
-        if type(layer) is nn.Linear and layer.bias is None
-        if layer.in_features % multiple == layer.out_features % multiple == 0
-    }
+    layers = {}
+    for name, layer in model.layers.named_modules():
+        if type(layer) is nn.Linear and layer.bias is None:
+            if layer.in_features % multiple == layer.out_features % multiple == 0:
+                layers[f"layers.{name}"] = layer
+    return layers
 
 
 def use_float8(model: Llama, world) -> None:
@@ -190,31 +222,39 @@ def use_float8(model: Llama, world) -> None:
 
 
 def refuses(work) -> str:
-    parallel, recipe = work.parallel, work.parallel.float8
+    parallel = work.parallel
+    recipe = parallel.float8
     if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for train.py: with adapters, products are not in 8 bits"
-    multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if work.on_gpu else 1
-    length = -(-work.length // parallel.tp) if parallel.async_tp else work.length
+    if recipe == "mxfp8":
+        multiple = BLOCK
+    else:
+        multiple = MULTIPLE if work.on_gpu else 1
+    length = math.ceil(work.length / parallel.tp) if parallel.async_tp else work.length
     tokens = work.microbatch * length
     if tokens % multiple:
         return (
             f"--float8 {recipe} sums over the {tokens} tokens of a microbatch (--async-tp: of a "
             f"chunk), which must be a multiple of {multiple}: choose --microbatch and --seq-len so"
         )
-    reason = f"--float8 {recipe} finds no matrix, without a bias, whose widths fit: leave it out"
-    return "" if layers_in_8_bits(work.model, parallel) else reason
+    if not layers_in_8_bits(work.model, parallel):
+        return f"--float8 {recipe} finds no matrix, without a bias, whose widths fit: leave it out"
+    return ""
 
 
 def sends(model: Llama, work) -> Iterator[tuple]:
     """Ranks all-reduce largest numbers in forward where each has a part of the input features (wo,
     w2), in backward elsewhere; but tensorwise, those of a weight always in forward."""
-    parallel, m, w = work.parallel, work.microbatches, work.parallel.weight_bytes
+    parallel = work.parallel
+    m, w = work.microbatches, parallel.weight_bytes
     if parallel.float8 == "mxfp8" or parallel.async_tp:
         return
     forwards = m * (2 if parallel.repeats_attention else 1)  # else the numbers are saved
     for name, layer in layers_in_8_bits(model, parallel).items():
-        shards_in = writes_to_stream(model, name)
-        calls, width = (forwards, layer.out_features) if shards_in else (m, layer.in_features)
+        if writes_to_stream(model, name):  # a rank has some of the input features
+            calls, width = forwards, layer.out_features
+        else:
+            calls, width = m, layer.in_features
         if parallel.float8 == "tensorwise":
             yield "tp", "all-reduce", calls + forwards, w
         else:  # of each token, and of each row or column of the weight
@@ -222,21 +262,31 @@ def sends(model: Llama, work) -> Iterator[tuple]:
 
 
 def about(model: Llama, world) -> str:
-    parallel, recipe = world.parallel, world.parallel.float8
-    names = layers_in_8_bits(model, parallel)
-    layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    emulated = not has_float8(world.device, parallel.dtype, recipe)
-    how = ", emulated: 8-bit products need bfloat16 and a GPU that has them" if emulated else ""
-    return f"{recipe} float8 in {layers} of {len(model.layers)} blocks{how}"
+    parallel = world.parallel
+    recipe = parallel.float8
+    names = [path.rpartition(".")[2] for path in layers_in_8_bits(model, parallel)]
+    layers = " ".join(dict.fromkeys(names))
+    note = f"{recipe} float8 in {layers} of {len(model.layers)} blocks"
+    if not has_float8(world.device, parallel.dtype, recipe):
+        note += ", emulated: 8-bit products need bfloat16 and a GPU that has them"
+    return note
 
 
 def suggests(facts) -> str:
-    advice = f"--float8 tensorwise multiplies up to {GAIN} times as fast, if the loss bears it"
-    helps = facts.parallel.compile and has_float8(facts.device, facts.parallel.dtype, "tensorwise")
-    return advice if helps and facts.parallel.float8 == "none" else ""
+    parallel = facts.parallel
+    multiplies = has_float8(facts.device, parallel.dtype, "tensorwise")
+    if parallel.float8 == "none" and parallel.compile and multiplies:
+        return f"--float8 tensorwise multiplies up to {GAIN} times as fast, if the loss bears it"
+    return ""
 
 
 TECHNIQUE = Technique(
-    "float8", use_float8, refuses, sends=sends, gain=GAIN, about=about, suggests=suggests,
+    "float8",
+    use_float8,
+    refuses,
+    sends=sends,
+    gain=GAIN,
+    about=about,
+    suggests=suggests,
     only_linear=True,
-)  # fmt: skip
+)

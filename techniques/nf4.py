@@ -24,6 +24,7 @@ with bitsandbytes.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -41,7 +42,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
        0.7229568362236023, 1.0)
 # fmt: on
-PAIRS = [(high, low) for high in NF4 for low in NF4]  # what each byte of two codes stands for
+PAIRS = list(itertools.product(NF4, NF4))  # what each byte of two codes stands for
 WEIGHTS_AT_ONCE = 1 << 20  # weights that are converted at a time: a CPU's caches hold them
 ON_A_GPU = 1 << 26  # likewise, with few enough kernels
 
@@ -64,20 +65,23 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     steps = values.new_full((), 255)  # a tensor: by a number, GPUs divide less exactly than CPUs
     for rows, packed, scale in some_rows(width, matrix, weight, row_scale):
         blocks = rows.float().unflatten(1, (-1, BLOCK))  # [rows, in / 64, 64]
-        largest = blocks.abs().amax(-1)
+        largest = blocks.abs().amax(-1)  # [rows, in / 64]
         # These views fill row_scale and weight. A row of zeros has a scale too: 0 / scale is 0.
         scale.copy_(largest.amax(1, keepdim=True) / steps).clamp_(min=1e-30)
         packed[..., 0] = (largest / scale).round().clamp(1, 255)
         blocks = blocks / (packed[..., :1] * scale[..., None])
         codes = torch.bucketize(blocks, middles, out_int32=True)
-        packed[..., 1:] = codes[..., ::2] * 16 + codes[..., 1::2]
+        high = codes[..., ::2]
+        low = codes[..., 1::2]
+        packed[..., 1:] = high * 16 + low
     return weight, row_scale.view(torch.uint8)
 
 
 def some_rows(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors, whose rows belong together, some rows at a time, to take little memory."""
-    n = max(1, (ON_A_GPU if tensors[0].is_cuda else WEIGHTS_AT_ONCE) // width)
-    yield from zip(*(tensor.split(n) for tensor in tensors))
+    at_once = ON_A_GPU if tensors[0].is_cuda else WEIGHTS_AT_ONCE
+    n = max(1, at_once // width)
+    yield from zip(*[tensor.split(n) for tensor in tensors])
 
 
 @torch.library.custom_op("flatllama::dequantized", mutates_args=())
@@ -86,10 +90,10 @@ def dequantized(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor
 
     A single operator: a compiler that saw inside could save its result for backward."""
     if has_triton(weight.device):
-        return _compiled_numbers()(weight, row_scale, dtype)
+        return _compiled_values()(weight, row_scale, dtype)
     matrix = weight.new_empty(len(weight), weight.shape[1] * BLOCK, dtype=dtype)
     for rows, packed, scale in some_rows(matrix.shape[1], matrix, weight, row_scale):
-        rows.copy_(_numbers(packed, scale, dtype))
+        rows.copy_(_values(packed, scale, dtype))
     return matrix
 
 
@@ -125,17 +129,18 @@ product_in_4_bits.register_autograd(_backward, setup_context=_save_for_backward)
 PRODUCTS.add("product_in_4_bits")
 
 
-def _numbers(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _values(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = torch.tensor(PAIRS, device=weight.device)
     scale = weight[..., 0] * row_scale.view(torch.float32)  # [out, in / 64]
-    numbers = pairs.index_select(0, weight[..., 1:].flatten().int())  # two for each byte
-    return (numbers.view(*scale.shape, BLOCK) * scale[..., None]).flatten(1).to(dtype)
+    codes = weight[..., 1:].flatten().int()
+    values = pairs.index_select(0, codes).view(*scale.shape, BLOCK)  # two for each byte
+    return (values * scale[..., None]).flatten(1).to(dtype)
 
 
 @functools.cache
-def _compiled_numbers():
+def _compiled_values():
     """With Triton, one kernel that reads 0.5 bytes a weight and writes 2."""
-    return torch.compile(_numbers, dynamic=True)
+    return torch.compile(_values, dynamic=True)
 
 
 def rounded(matrix: Tensor) -> Tensor:

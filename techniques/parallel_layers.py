@@ -20,12 +20,14 @@ from torch.distributed.tensor.parallel import (
 
 from plumbing.messages import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
+from techniques.technique import Technique
 
 
 def refuses(work) -> str:
     """Return why tensor parallelism cannot shard a step evenly, in a line, or ""."""
     config, parallel = work.model.config, work.parallel
-    if (shareable := math.gcd(config.n_kv_heads, config.ffn_dim)) % parallel.tp:
+    shareable = math.gcd(config.n_kv_heads, config.ffn_dim)
+    if shareable % parallel.tp:
         return (
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
             f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
@@ -162,5 +164,9 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
                 remedy = "move it into a module of its own, and add that to PLAN"
             elif style:
                 remedy = "each rank would add it to a partial sum: build the layer with bias=False"
-            raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
+            full_name = f"{path}.{name}" if path else name
+            raise UserError(f"--tp cannot shard {full_name}: {remedy}")
     return dims
+
+
+TECHNIQUE = Technique("tp", refuses=refuses, suggests=suggests)

@@ -2,10 +2,14 @@ r"""Pipeline parallelism: each rank has some of the layers, and microbatches pas
 
     torchrun --nproc-per-node 4 train.py --pp 4 --microbatch 1 --out out/pp
 
-A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
-backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
-keep all ranks busy, a batch is cut into microbatches. A *schedule* orders each rank's actions: F, a
-stage's forward of a microbatch, and B, its backward (schedules.py).
+A model is split into *stages* of consecutive layers. A stage sends its output to the next one, and
+in backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
+keep all ranks busy, a batch is split into microbatches. A *schedule* orders each rank's actions: F,
+a stage's forward of a microbatch, and B, its backward (schedules.py):
+
+    rank 0 F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    rank 1 .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
+    rank 2 .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
 
 Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
 B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
@@ -21,6 +25,7 @@ under FSDP, without an error, and its 1F1B refuses fewer microbatches than stage
 
 import copy
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +41,7 @@ from model import KVCache, Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
+from techniques.technique import Technique
 from text.batch import as_computed
 
 # ------------------------------------------------------------------------------------------- stages
@@ -44,12 +50,14 @@ from text.batch import as_computed
 
 def refuses(work) -> str:
     """Return why a step cannot pass through a pipeline, in a line, or ""."""
-    parallel, layers = work.parallel, work.model.config.n_layers
+    parallel = work.parallel
     if parallel.pp == 1:
         return ""
     if parallel.offload:
         return "--pp does not combine with --offload: give one of them"
-    if (stages := parallel.pp * parallel.stages_per_rank) > layers:
+    layers = work.model.config.n_layers
+    stages = parallel.pp * parallel.stages_per_rank
+    if stages > layers:
         return (
             f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
             f"must be at most {layers // parallel.stages_per_rank}"
@@ -70,9 +78,9 @@ def suggests(facts) -> str:
         levers.append("a smaller --microbatch makes more microbatches")
     if facts.parallel.schedule in ("gpipe", "1f1b"):
         levers.append("--schedule interleaved, with several stages on each rank, waits less")
-    return facts.waits(
-        "pp", "other stages", *levers or ["a larger --batch makes more microbatches"]
-    )
+    if not levers:
+        levers.append("a larger --batch makes more microbatches")
+    return facts.waits("pp", "other stages", *levers)
 
 
 def layers_of(stage: int, stages: int, n_layers: int) -> range:
@@ -82,24 +90,33 @@ def layers_of(stage: int, stages: int, n_layers: int) -> range:
     return range(first, first + each + (stage < more))
 
 
-def cut(model: Llama, rank: int, p: int, v: int) -> None:
-    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model. Raises
-    UserError for a parameter of which no stage would know."""
-    stages = p * v
-    own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
-    parts = {"tok_embeddings", "layers", "norm", "output"}
-    if names := [n for n, _ in model.named_parameters() if n.partition(".")[0] not in parts]:
-        raise UserError(
-            f"{names[0]} belongs to no stage of a pipeline: move it into a block or, if it follows "
-            f"the last one, let cut and stages_of of techniques/pipeline.py treat it as `output`"
-        )
+def blocks_of(model: Llama, stage: int, stages: int) -> nn.ModuleDict:
+    """Return the blocks of a stage by their names in the whole model."""
+    blocks = nn.ModuleDict()
+    for i in layers_of(stage, stages, model.config.n_layers):
+        blocks[str(i)] = model.layers[str(i)]
+    return blocks
+
+
+def keep_own_stages(model: Llama, rank: int, p: int, v: int) -> None:
+    """Remove from a model what a rank of a pipeline does not need; names stay those of the whole
+    model. Raises UserError for a parameter that belongs to no stage."""
+    for name, _ in model.named_parameters():
+        if name.partition(".")[0] not in ("tok_embeddings", "layers", "norm", "output"):
+            raise UserError(
+                f"{name} belongs to no stage of a pipeline: move it into a block or, if it follows "
+                f"the last one, let keep_own_stages and stages_of of techniques/pipeline.py treat "
+                f"it as `output`"
+            )
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    for stage in range(stages):
-        blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
-        if trains and not any(w.requires_grad for block in blocks for w in block.parameters()):
+    own = nn.ModuleDict()
+    for stage in range(p * v):
+        blocks = blocks_of(model, stage, p * v)
+        if trains and not any(parameter.requires_grad for parameter in blocks.parameters()):
             raise UserError(f"stage {stage} has nothing to train: use fewer stages, or --pp 1")
-    for name in model.layers.keys() - own:
-        del model.layers[name]
+        if stage % p == rank:
+            own.update(blocks)
+    model.layers = own
     is_last = rank == p - 1
     if rank > 0 and not (is_last and model.config.tie_embeddings):
         model.tok_embeddings = None
@@ -109,37 +126,40 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
 
 @functools.lru_cache(64)
 def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
-    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    """Return what keep_own_stages would leave of a model, which stays whole; the two share their
+    modules."""
     if p == 1:
         return model
     part = copy.copy(model)
-    part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
-    cut(part, rank, p, v)
+    part._modules = dict(model._modules)
+    keep_own_stages(part, rank, p, v)
     return part
 
 
 def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     """Return a rank's stages as modules of their own, which share the parts of `model`; the model
-    itself, if it is not cut."""
+    itself, if it has one stage."""
     if p == 1:
         return [model]
-    stages, made = p * v, []
+    last = p * v - 1
 
     def follow_mode(stage: Llama, inputs: tuple) -> None:
         stage.train(model.training)  # for dropout
 
-    for s in range(rank, stages, p):
+    stages = []
+    for s in range(rank, p * v, p):
         with torch.device("meta"):
             stage = type(model)(replace(model.config, n_layers=0))
-        own = layers_of(s, stages, model.config.n_layers)
-        stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
-        stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
-        stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
-        stage.config, stage.vocabulary = model.config, model.vocabulary
+        stage.config = model.config
+        stage.layers = blocks_of(model, s, p * v)
+        stage.tok_embeddings = model.tok_embeddings if s in (0, last) else None
+        stage.norm = model.norm if s == last else None
+        stage.output = model.output if s == last else None
+        stage.vocabulary = model.vocabulary
         stage.loss = lambda *given: model.loss(*given)  # evaluation may replace model.loss
         stage.register_forward_pre_hook(follow_mode)
-        made.append(stage)
-    return made
+        stages.append(stage)
+    return stages
 
 
 def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
@@ -147,9 +167,10 @@ def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
     tensor parallelism, the stream is a DTensor sharded by tokens."""
     if tp.size() == 1 or x is tokens:
         return x
-    B, T, D = *tokens.shape, x.shape[2]
-    shape, stride = torch.Size((B, T, D)), (T * D, D, 1)
-    return DTensor.from_local(x, tp, [Shard(1)], shape=shape, stride=stride)
+    B, T = tokens.shape
+    D = x.shape[2]
+    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
+    return DTensor.from_local(x, tp, [Shard(1)], **whole)
 
 
 # ----------------------------------------------------------------------------------------- runner
@@ -166,23 +187,30 @@ class Pipeline(nn.Module):
         World of parallel.py. gradient_sync(parallel, stage, last), also of that file, is a context
         for a backward, which communicates gradients if it is the last of a step."""
         super().__init__()
-        self.parallel, self.gradient_sync = world.parallel, gradient_sync
-        self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
+        self.parallel = world.parallel
+        self.gradient_sync = gradient_sync
+        self.group = world.mesh.get_group("pp")
+        self.tp = world.mesh["tp"]
         self.message = partial(dist.P2POp, group=self.group)
-        self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
-        self.last_stage = self.p * len(stages) - 1  # the last stage of all
+        self.p = self.parallel.pp
+        self.rank = dist.get_rank(self.group)
+        n_stages = self.p * len(stages)
+        self.stages = dict(zip(range(self.rank, n_stages, self.p), stages))
+        self.last_stage = n_stages - 1  # of all
         self.model = model
         embedding = model.tok_embeddings  # on the first rank and, if tied, on the last
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
             embedding.weight.copies = 2  # each counts half in the gradient norm
         model.forward = self.forward  # for evaluation and generation
-        for blocks in (list(stage.layers.values()) for stage in stages):
+        for stage in stages:
             # In backward FSDP prefetches the block whose forward came before. For block 0 that
             # would be a block of another microbatch. So it prefetches itself, which does nothing.
+            blocks = list(stage.layers.values())
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
+        # Of the whole model's cache -> those of this rank's stages.
+        self.caches = weakref.WeakKeyDictionary()
         self.ticks = functools.cache(self.make_ticks)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
@@ -246,7 +274,8 @@ class Pipeline(nn.Module):
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
-        operations, expected = [], {}
+        operations = []
+        expected = {}  # action -> the tensor that arrives for it
         for rank, (kind, i, stage) in sorted(tick.items()):
             to_stage = stage + 1 if kind == "F" else stage - 1
             if not 0 <= to_stage <= self.last_stage:
@@ -271,9 +300,11 @@ class Pipeline(nn.Module):
     def sum_tied_gradients(self) -> None:
         """Add the gradients of the embedding, on the first rank, and of the output, on the last."""
         own = to_local(self.model.tok_embeddings.weight.grad)
-        other, peer = torch.empty_like(own), self.p - 1 - self.rank
-        pairs = (dist.isend, own.contiguous()), (dist.irecv, other)
-        wait(dist.batch_isend_irecv([self.message(*pair, group_peer=peer) for pair in pairs]))
+        other = torch.empty_like(own)
+        peer = self.p - 1 - self.rank
+        sending = self.message(dist.isend, own.contiguous(), group_peer=peer)
+        receiving = self.message(dist.irecv, other, group_peer=peer)
+        wait(dist.batch_isend_irecv([sending, receiving]))
         own += other
 
     @torch.no_grad()
@@ -281,15 +312,17 @@ class Pipeline(nn.Module):
         """Compute what the whole model would, stage by stage, for evaluation and generation. All
         ranks have the logits; the rank with the last stage has the loss, the others 0. Messages are
         batched, since for single ones NCCL would make a communicator of each two ranks."""
-        # The cache of the whole model keeps one for each of this rank's stages.
-        caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
+        caches = {}
+        if cache is not None:
+            caches = self.caches.setdefault(cache, {s: KVCache() for s in self.stages})
         x = tokens
         for stage in range(self.last_stage + 1):
-            here, there = stage % self.p, (stage + 1) % self.p
+            here = stage % self.p
+            there = (stage + 1) % self.p
             if here == self.rank:
+                stream = as_stream(x, tokens, self.tp)
                 of_stage = targets if stage == self.last_stage else None
-                given = as_stream(x, tokens, self.tp), of_stage, positions
-                x = self.stages[stage](*given, caches and caches[stage], documents)
+                x = self.stages[stage](stream, of_stage, positions, caches.get(stage), documents)
                 if stage < self.last_stage:
                     x = to_local(x).contiguous()
                     wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))
@@ -312,3 +345,6 @@ def wait(works: list[dist.Work]) -> None:
     take the second wait for that of another message."""
     while works:
         works.pop().wait()
+
+
+TECHNIQUE = Technique("pp", refuses=refuses, suggests=suggests)

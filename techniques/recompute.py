@@ -87,15 +87,17 @@ def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
     """Return the layers of a module whose outputs are saved: its `saved_products` and, if
     `all_products`, its other linear layers but w2, whose output is only added to the stream."""
     names = list(getattr(module, "saved_products", ()))
-    if missing := [name for name in names if not hasattr(module, name)]:
-        raise UserError(
-            f"{type(module).__name__} has no {missing[0]}, which its saved_products names: leave "
-            f"it out there, or give --checkpointing full"
-        )
+    for name in names:
+        if not hasattr(module, name):
+            raise UserError(
+                f"{type(module).__name__} has no {name}, which its saved_products names: leave it "
+                f"out there, or give --checkpointing full"
+            )
     if all_products:
         others = {*names, *getattr(module, "writes_to_stream", ())}
-        layers = module.named_children()
-        names += [n for n, layer in layers if isinstance(layer, nn.Linear) and n not in others]
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear) and name not in others:
+                names.append(name)
     return [getattr(module, name) for name in names]
 
 
@@ -136,19 +138,23 @@ def _selective_context():
 
 
 def apply(model: Llama, world) -> None:
-    parallel, eager = world.parallel, stays_uncompiled(model, world)
+    parallel = world.parallel
+    eager = stays_uncompiled(model, world)
     recompute_and_compile(model, parallel.checkpointing, parallel.compile, eager)
 
 
 def stays_uncompiled(model: Llama, world) -> bool:
     """Return whether --compile has to leave blocks uncompiled. The compiler divides a graph around
     what it must not compile, but it cannot divide a checkpoint."""
-    varies = not world.parallel.fixes_shapes(world.device.type == "cuda")
-    is_divided = any(
-        hasattr(type(m).forward, "_torchdynamo_disable") or (varies and hasattr(m, "shapes_vary"))
-        for m in model.modules()
-    )
-    return world.parallel.checkpointing != "none" and is_divided
+    if world.parallel.checkpointing == "none":
+        return False
+    may_vary = not world.parallel.fixes_shapes(world.device.type == "cuda")
+    for module in model.modules():
+        if hasattr(type(module).forward, "_torchdynamo_disable"):
+            return True
+        if may_vary and hasattr(module, "shapes_vary"):
+            return True
+    return False
 
 
 def about(model: Llama, world) -> str:

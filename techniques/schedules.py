@@ -17,6 +17,7 @@ Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, 
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from html import escape
@@ -45,7 +46,8 @@ def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
         rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
         rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
     """
-    forwards, backwards = [f"F{i}" for i in range(m)], [f"B{i}" for i in range(m)]
+    forwards = [f"F{i}" for i in range(m)]
+    backwards = [f"B{i}" for i in range(m)]
     return alternate(forwards, backwards, first=min(m, p - 1 - rank))
 
 
@@ -60,7 +62,10 @@ def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
     """
     if m % p:
         raise UserError(f"interleaved takes a multiple of {p} microbatches, not {m}")
-    turns = [(first + i, c) for first in range(0, m, p) for c in range(v) for i in range(p)]
+    turns = []  # (microbatch, which of the rank's stages)
+    for first in range(0, m, p):
+        for c in range(v):
+            turns += [(first + i, c) for i in range(p)]
     forwards = [f"F{i}@{c * p + rank}" for i, c in turns]
     backwards = [f"B{i}@{(v - 1 - c) * p + rank}" for i, c in turns]
     return alternate(forwards, backwards, first=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
@@ -68,8 +73,10 @@ def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
 
 def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str]:
     """Return the `first` forwards, then a forward and a backward in turn, then what is left."""
-    turns = [action for pair in zip(forwards[first:], backwards) for action in pair]
-    return forwards[:first] + turns + backwards[len(forwards) - first :]
+    order = forwards[:first]
+    for pair in zip(forwards[first:], backwards):
+        order += pair
+    return order + backwards[len(forwards) - first :]
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
@@ -83,10 +90,11 @@ def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
         if v > 1 and name not in STAGES:
             raise UserError(f"{name} has one stage on each rank: --stages-per-rank 1")
         return [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
-    if not Path(name).is_file():
+    file = Path(name)
+    if not file.is_file():
         raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
-    lines = [line.partition("#")[0] for line in Path(name).read_text("utf-8").splitlines()]
-    return [line for line in lines if line.strip()]
+    without_comments = [line.partition("#")[0] for line in file.read_text("utf-8").splitlines()]
+    return [line for line in without_comments if line.strip()]
 
 
 # ----------------------------------------------------------------------------- reading and checking
@@ -141,10 +149,12 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     """Return the timeline of a schedule of m microbatches, in ticks: a forward takes one, a
     backward two, or B and W one each. Raises ValueError where gradients would be wrong or ranks
     would wait for each other; the message names rank and position."""
-    p, splits = len(schedule), splits_backward(schedule)
+    p = len(schedule)
+    splits = splits_backward(schedule)
+    kinds = "FBW" if splits else "FB"
     for rank, order in enumerate(schedule):
-        kinds = "FBW" if splits else "FB"
-        wanted = {Action(k, i, s) for k in kinds for i in range(m) for s in range(rank, stages, p)}
+        of_rank = itertools.product(kinds, range(m), range(rank, stages, p))
+        wanted = set(itertools.starmap(Action, of_rank))
         seen = set()
         for position, action in enumerate(order, 1):
             where = f"rank {rank}, position {position}: {action}"
@@ -165,8 +175,9 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
 def simulate(schedule: Schedule, seconds: Callable) -> Timeline:
     """Return when each rank computes what, if an action takes seconds(action), and messages no
     time. Raises ValueError where ranks wait for each other."""
-    p, last = len(schedule), max(action.stage for order in schedule for action in order)
-    ended: dict[tuple, float] = {}
+    p = len(schedule)
+    last = max(action.stage for action in itertools.chain(*schedule))
+    ended: dict[Action, float] = {}
     spans: Timeline = [[] for _ in schedule]
     progress = True
     while progress:
@@ -186,10 +197,11 @@ def simulate(schedule: Schedule, seconds: Callable) -> Timeline:
                 progress = True
     for rank, order in enumerate(schedule):
         if len(spans[rank]) < len(order):
-            action, position = order[len(spans[rank])], len(spans[rank]) + 1
+            n_done = len(spans[rank])
+            action = order[n_done]
             other = next(first for first in inputs_of(action, last) if first not in ended)
             raise ValueError(
-                f"rank {rank}, position {position}: {action} waits for {other}, which rank "
+                f"rank {rank}, position {n_done + 1}: {action} waits for {other}, which rank "
                 f"{other.stage % p} never reaches: ranks wait for each other"
             )
     return spans
@@ -225,16 +237,20 @@ def most_held(name: str, p: int, m: int, v: int, rank: int) -> int:
 
 def bubble(timeline: Timeline) -> float:
     """Return the share of all ranks' time in which they wait."""
-    end = max(spans[-1].end for spans in timeline)
-    busy = sum(span.end - span.start for spans in timeline for span in spans)
-    return 1 - busy / (end * len(timeline))
+    busy = sum(span.end - span.start for span in itertools.chain(*timeline))
+    return 1 - busy / (end_of(timeline) * len(timeline))
+
+
+def end_of(timeline: Timeline) -> float:
+    return max(spans[-1].end for spans in timeline)
 
 
 @functools.cache
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """Return a schedule of m microbatches, by its name or from a file. Raises UserError for one
     that cannot be carried out."""
-    if len(lines := lines_of(name, p, m, v)) != p:
+    lines = lines_of(name, p, m, v)
+    if len(lines) != p:
         raise UserError(f"schedule {name} has {len(lines)} lines, and {p} ranks need one each")
     try:
         schedule = read_schedule(lines)
@@ -249,34 +265,33 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
 
 def draw_text(timeline: Timeline) -> str:
     """Return a line for each rank, with a column for each tick."""
-    several = max(span.action.stage for spans in timeline for span in spans) >= len(timeline)
-    lines = []
-    for rank, spans in enumerate(timeline):
-        cells = ["."] * int(max(spans[-1].end for spans in timeline))
+    last_stage = max(span.action.stage for span in itertools.chain(*timeline))
+    rows = []
+    for spans in timeline:
+        cells = ["."] * int(end_of(timeline))
         for action, start, end in spans:
-            name = str(action) if several else f"{action.kind}{action.microbatch}"
+            name = f"{action.kind}{action.microbatch}"
+            if last_stage >= len(timeline):  # ranks have several stages
+                name = str(action)
             cells[int(start) : int(end)] = [name] * int(end - start)
-        lines.append([f"rank {rank}", *cells])
-    width = max(len(cell) for line in lines for cell in line[1:])
-    rows = ([line[0], *(cell.ljust(width) for cell in line[1:])] for line in lines)
-    return "\n".join(" ".join(row).rstrip() for row in rows)
+        rows.append(cells)
+    width = max(map(len, itertools.chain(*rows)))
+    lines = []
+    for rank, cells in enumerate(rows):
+        padded = [cell.ljust(width) for cell in cells]
+        lines.append(" ".join([f"rank {rank}", *padded]).rstrip())
+    return "\n".join(lines)
 
 
 FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}
 
 
-def draw_svg(
-    timeline: Timeline, title: str, lanes: list[str] | None = None, ticks: dict | None = None
-) -> str:
-    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait.
-
-    `lanes` are the names of the rows, if these are no ranks; `ticks` maps times to the labels of an
-    axis below them."""
-    width, row, left, top = 900, 26, 70 if lanes else 60, 34
-    right = 28 if ticks else 10  # room for half a label
-    scale = (width - left - right) / max(span.end for spans in timeline for span in spans)
-    bottom = top + row * len(timeline)
-    height = bottom + (24 if ticks else 8)
+def draw_svg(timeline: Timeline, title: str) -> str:
+    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait."""
+    width, row = 900, 26
+    left, right, top, bottom = 60, 10, 34, 8  # margins
+    scale = (width - left - right) / end_of(timeline)
+    height = top + row * len(timeline) + bottom
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12">',
@@ -286,10 +301,10 @@ def draw_svg(
     ]
     for rank, spans in enumerate(timeline):
         y = top + row * rank
-        name = lanes[rank] if lanes else f"rank {rank}"
-        parts.append(f'<text x="8" y="{y + 16}">{name}</text>')
+        parts.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
         for action, start, end in spans:
-            x, w = left + start * scale, (end - start) * scale
+            x = left + start * scale
+            w = (end - start) * scale
             # Later stages of a rank are paler.
             opacity = 1 / (1 + 0.4 * (action.stage // len(timeline)))
             parts.append(
@@ -297,12 +312,10 @@ def draw_svg(
                 f'fill="{FILLS[action.kind]}" fill-opacity="{opacity:.2f}"/>'
             )
             if w > max(14, 7 * len(str(action.microbatch))):
-                parts.append(f'<text class="inside" x="{x + w / 2:.1f}" y="{y + 16}" '
-                             f'text-anchor="middle">{action.microbatch}</text>')  # fmt: skip
-    for time, label in (ticks or {}).items():
-        x = left + time * scale
-        parts.append(f'<path d="M {x:.1f} {bottom} v 4" stroke="#6e7781"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+                parts.append(
+                    f'<text class="inside" x="{x + w / 2:.1f}" y="{y + 16}" '
+                    f'text-anchor="middle">{action.microbatch}</text>'
+                )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -1,9 +1,40 @@
 """The record in which a technique's file answers all other files, so that few of them name it.
 
 A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. The other files
-of this folder split a model along a mesh dimension (dp, tp, cp, pp). That changes sizes everywhere,
-as parallel.py says. To add a technique, write its file, put its record into a list of parallel.py,
-and give it a field in config.py. Here `world` is not annotated, since parallel.py imports this.
+of this folder split a model along a mesh dimension (dp, tp, cp, ep, pp). That changes sizes
+everywhere, as parallel.py says; their records say what they refuse and when they help. To add a
+technique, write its file, put its record into a list of parallel.py, and give it a field in
+config.py. Here `world` is not annotated, since parallel.py imports this.
+
+What a layer may say of itself. Techniques know no names of layers; these attributes of its class,
+or methods, tell them what they have to know. Each may be left out:
+
+    writes_to_stream  names of its layers whose output is added to the residual stream. Of these
+                      tensor parallelism shards the input features, of others the output features;
+                      they start smaller, and checkpointing does not keep their output
+    saved_products    names of its layers whose output selective checkpointing keeps
+    by_token          True: it computes each token by itself, so that --tp need not gather tokens
+    shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
+    no_slope          names of parameters whose gradient is not the slope of the loss
+    used              how many of its stacked matrices a token is multiplied by
+    sharded_dims      (dim) -> the dimension on which --tp shards each parameter if it shards the
+                      weight on `dim`, for a layer with more parameters than weight and bias
+    product           what forward computes with its parameters, which --tp replaces
+    shard_product     (mesh): called when its parameters have become shards
+    weight_dim        of a style in PLAN: the dimension of a layer's weight that it shards
+    only_for          of a style in PLAN: the classes of layers that it is for
+
+What is set on objects of others, by one file for another:
+
+    model.loss        chunked_loss.py computes it in chunks
+    model.vocabulary  parallel.py makes it that of a shard
+    module.forward    replaced by what recomputes, compiles, sends or computes by stages
+    layer.product     replaced by that of shards, in chunks with --async-tp (async_tp.py)
+    layer.saves_chunks  async_tp.py: whether a layer marks its chunks itself, as recompute.py asks
+    layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
+    parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates
+    parameter.copies  pipeline.py: in how many stages it is, for the norm of the gradient
+    optimizer.gradient_scale  optimizers.py: what BFloat16AdamW multiplies gradients by in a step
 """
 
 from collections.abc import Callable
@@ -36,5 +67,7 @@ class Technique(NamedTuple):
         """Return whether a ParallelConfig asks for this technique."""
         if not self.flag:
             return True
-        asked, default = getattr(parallel, self.flag), getattr(type(parallel), self.flag)
-        return asked == self.value if self.value else asked != default
+        asked = getattr(parallel, self.flag)
+        if self.value:
+            return asked == self.value
+        return asked != getattr(type(parallel), self.flag)

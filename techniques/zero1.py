@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import Llama
 from plumbing.shards import chunk_of
+from techniques.technique import Technique
 
 
 class ZeRO1(nn.Module):
@@ -32,7 +33,8 @@ class ZeRO1(nn.Module):
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""
         super().__init__()
-        self.model, self.mesh = model, world.mesh["replicate"]
+        self.model = model
+        self.mesh = world.mesh["replicate"]
         self.is_last_microbatch = True
         self.pending: list[tuple[DTensor, DTensor]] = []  # a slice, its gradient when it arrives
         for parameter in model.parameters():
@@ -106,3 +108,6 @@ def all_gather_updates(model: Llama, *_) -> None:
     for parameter in model.parameters():
         if hasattr(parameter, "optimizer_slice"):
             parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())
+
+
+TECHNIQUE = Technique("dp", refuses=refuses, suggests=suggests, value="zero1")

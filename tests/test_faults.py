@@ -60,7 +60,7 @@ FAULTS = {
         ("ring.rank - 1 - step", "ring.rank - step"),
         ("return ctx.ring.send(grad, -1), None", "return ctx.ring.send(grad, 1) * 0, None"),
         ("total = own + arrived", "total = own"),
-        ("[Partial()] if replicated else None", "None"),
+        ("operand.to_local(grad_placements=[Partial()])", "operand.to_local()"),
     ],
     "muon": [
         ("max(parameter.shape[-2:])", "max(update.shape[-2:])"),
