@@ -39,9 +39,8 @@ class PublishedTokenizer(Tokenizer):
         described = JsonFile(path).get("model")
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):
             if isinstance(described, dict) and described.get(field):
-                raise OtherKind(
-                    f"{path} has the {field} {described[field]!r:.60}: only BPE without it works here"
-                )
+                found = f"{field} {described[field]!r:.60}"
+                raise OtherKind(f"{path} has the {found}: only BPE without it works here")
         with _refusing(f"{path} is no tokenizer"):
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         model = self.inner.model
@@ -93,7 +92,7 @@ class PublishedTokenizer(Tokenizer):
         """Add the tokens that only the files beside a tokenizer.json have, as transformers does."""
         from tokenizers import AddedToken
 
-        before = self.inner.get_vocab_size()
+        before = self.inner.get_vocab()
         listed = listed_tokens(path.parent)
         self.inner.add_tokens([AddedToken(**flags) for _, flags in listed])
         for i, flags in listed:
@@ -111,7 +110,7 @@ class PublishedTokenizer(Tokenizer):
                 )
         # A token that begins or ends a text need not be special in the file.
         self.inner.add_special_tokens(special_names(path.parent))
-        self.n_added = self.inner.get_vocab_size() - before
+        self.n_added = len(self.inner.get_vocab()) - len(before)
 
     def _ids_of(self, text: str, **options) -> list[int]:
         with _refusing(f"{self.name} cannot encode a text"):

@@ -116,7 +116,8 @@ def others_beside(path: Path, special: dict[str, int]) -> list[str]:
     others = [name for name in special_names(folder) if name not in special]
     for i, flags in listed_tokens(folder):
         token = flags["content"]
-        if special.get(token) != i and token not in RESERVED:
+        is_reserved = token.startswith("<|reserved_special_token_")  # Llama 3.0 had more of them
+        if special.get(token) != i and not is_reserved:
             others.append(token)
     return others
 
