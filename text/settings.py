@@ -23,6 +23,11 @@ SETTINGS = (
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
+def folder_of(file: Path) -> Path:
+    """Return the directory that a tokenizer's file belongs to: Meta's may be in `original`."""
+    return file.parent.parent if file.parent.name == "original" else file.parent
+
+
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
     """Return the object in one of the files; an empty one if there is no such file."""
     return JsonFile(directory / name) if (directory / name).is_file() else {}
