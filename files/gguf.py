@@ -191,8 +191,6 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     if tokenizer.ending or tokenizer.beginning not in ([], [tokenizer.named_bos]):
         refuse("post_processor", tokenizer.step("post_processor"))
     model = tokenizer.inner.model
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        refuse("model", "a prefix or a suffix of words")
     if model.ignore_merges != IGNORES_MERGES[pre] and not tokenizer.merges_all_tokens():
         refuse("model", f"ignore_merges {model.ignore_merges} beside this pre_tokenizer")
     vocab, _ = tokenizer.in_printable_characters()

@@ -47,4 +47,4 @@ class JsonFile(dict):
         fits = type(value) is kind or (type(value), kind) == (int, float)
         if not fits or (kind in (int, float) and not above < value < limit):
             raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
-        return kind(value)
+        return check_string(value, name) if kind is str else kind(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from test_formats import our_model, save_shards, saved, saved_hf
-from test_published import write
+from test_published import QWEN, write
 
 import report
 from data import open_windows, tokenize, tokenizer_of_token_files
@@ -31,6 +31,7 @@ from text.bpe import train_tokenizer
 from text.conversations import read_conversations
 from text.corpora import Reading, find_files, read_pieces
 from text.exams import Exam
+from text.pairs import PAIRS
 from text.targets import encode
 from text.templates import _limits
 from text.tokenizer import load_tokenizer
@@ -58,6 +59,11 @@ def read_tokenizer(home: Path) -> None:
 def read_chats(home: Path) -> None:
     for line in read_conversations(home / "chats.jsonl", Reading()):
         encode(line.messages, BYTES, tools=line.tools)
+
+
+def read_pairs(home: Path) -> None:
+    for line in read_conversations(home / "pairs.jsonl", Reading(), PAIRS):
+        encode(line.rejected, BYTES, tools=line.tools)
 
 
 def read_run(home: Path) -> None:
@@ -91,12 +97,17 @@ READERS = {  # file -> what reads its directory
     "adapter/adapter_model.safetensors": with_adapter,
     "yi/tokenizer.json": read_tokenizer,
     "yi/tokenizer_config.json": read_tokenizer,
+    "yi/special_tokens_map.json": read_tokenizer,
+    "yi/added_tokens.json": read_tokenizer,
+    "yi/generation_config.json": read_tokenizer,
+    "listed/tokenizer_config.json": read_tokenizer,
     "tokens/data.json": read_tokens,
     "tokens/train_000000.bin": read_tokens,
     "texts/text.jsonl": partial(read_text, "text.jsonl"),
     "texts/text.json.gz": partial(read_text, "text.json.gz"),
     "texts/text.txt.gz": partial(read_text, "text.txt.gz"),
     "texts/chats.jsonl": read_chats,
+    "texts/pairs.jsonl": read_pairs,
     "texts/exam.jsonl": lambda home: Exam(home / "exam.jsonl", BYTES, 64),
     "run/config.json": read_run,
     "run/metrics.jsonl": read_run,
@@ -121,6 +132,13 @@ def files(tmp_path_factory) -> Path:
     add_adapters(model, lora := LoRA(rank=2))
     save_adapter(home / "adapter", lora, CONFIG, gather_adapters(model), "hf")
     write(home / "yi", "yi")
+    (home / "yi/special_tokens_map.json").write_text('{"eos_token": "</s>", "pad_token": null}')
+    (home / "yi/added_tokens.json").write_text('{"<s>": 1, "</s>": 2}')
+    (home / "yi/generation_config.json").write_text('{"eos_token_id": [2, 1], "bos_token_id": 1}')
+    token = dict(content="<|endoftext|>", lstrip=False, normalized=False, special=True)
+    more = dict(added_tokens_decoder={"0": token}, extra_special_tokens=["<|im_start|>", token])
+    templates = [dict(name="default", template=QWEN), dict(name="x", template="y")]
+    write(home / "listed", "smollm2", chat_template=templates, **more)
     tokenize([home / "text.txt"], tokenizer, home / "tokens", Reading())
     texts = [{"text": f"{i} is a number", "id": i} for i in range(9)]
     (home / "texts/text.jsonl").write_text("\n".join(map(json.dumps, texts)))
@@ -130,6 +148,9 @@ def files(tmp_path_factory) -> Path:
     chat += [dict(role="user", content="c"), dict(role="assistant", content="d")]
     lines = [dict(messages=chat[:2]), dict(prompt="a", completion="b"), dict(messages=chat)]
     (home / "texts/chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    pairs = [dict(prompt="a", chosen="b", rejected="c", system="d", history=[["e", "f"]])]
+    pairs += [dict(chosen=chat, rejected=[*chat[:3], dict(role="assistant", content="e")])]
+    (home / "texts/pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     exam = [dict(question="a", choices=["b", "c"], answer=1), dict(question="a", answer="b")]
     (home / "texts/exam.jsonl").write_text("\n".join(map(json.dumps, exam)))
     rows = ({"step": i, "tokens": 8 * i, "loss": 2.0, "val_loss": 3.0} for i in range(1, 9))

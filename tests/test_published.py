@@ -377,12 +377,14 @@ def test_other_tokenizers_are_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0)], None, False))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    suffix = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [], end_of_word_suffix="</w>"))
     metaspace = sentencepiece(True)
     metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     for tokenizer, message in (
         (unigram, "Unigram.*only byte-level BPE works here"),
         (words, "WordLevel.*only byte-level BPE works here"),
         (metaspace, "Metaspace.*only byte-level BPE works here"),
+        (suffix, "has the end_of_word_suffix .</w>.: only BPE without it"),
         (byte_level([tokenizers.pre_tokenizers.ByteLevel()], []), "no token that ends a text"),
     ):
         tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -121,7 +121,8 @@ def fields_of_chat(record: dict) -> set[str]:
 
 
 def text_of(record: dict, name: str, where: str) -> str:
-    return check_string(record.get(name, ""), f'{where}: "{name}" is')
+    value = record.get(name)
+    return "" if value is None else check_string(value, f'{where}: "{name}" is')
 
 
 def question_of(record: dict, name: str, where: str) -> str:
@@ -138,7 +139,9 @@ def beginning(record: dict, where: str) -> Conversation:
     """Return the messages in the fields beside a conversation: its system message, and the earlier
     turns of its "history"."""
     refuse_other_meanings(record, where)
-    turns = record.get("history", [])
+    turns = record.get("history")
+    if turns is None:
+        turns = []
     messages = []
     for turn in turns if isinstance(turns, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2:

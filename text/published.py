@@ -5,15 +5,17 @@ Two kinds are read, both byte-pair encodings. A byte-level one has a character f
 one more before a text, and falls back to bytes for characters that it does not know.
 """
 
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from plumbing.json_files import parse_json
+from plumbing.json_files import JsonFile, parse_json
 from plumbing.messages import UserError
 from text.settings import listed_tokens, special_names
 from text.vocabulary import BYTE_OF_CHARACTER, OtherKind, Tokenizer
@@ -34,10 +36,13 @@ class PublishedTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise OtherKind(f"{path} is not Llama 3's, and needs a package: pip install tokenizers")
-        try:
+        described = JsonFile(path).get("model")
+        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if isinstance(described, dict) and described.get(field):
+                found = f"{field} {described[field]!r:.60}"
+                raise OtherKind(f"{path} has the {found}: only BPE without it works here")
+        with _refusing(f"{path} is no tokenizer"):
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises nothing more special
-            raise UserError(f"{path} is no tokenizer: {error}")
         model = self.inner.model
         words = json.dumps(self.step("pre_tokenizer"))
         is_byte_level = '"ByteLevel"' in words
@@ -87,7 +92,7 @@ class PublishedTokenizer(Tokenizer):
         """Add the tokens that only the files beside a tokenizer.json have, as transformers does."""
         from tokenizers import AddedToken
 
-        before = self.inner.get_vocab_size()
+        before = self.inner.get_vocab()
         listed = listed_tokens(path.parent)
         self.inner.add_tokens([AddedToken(**flags) for _, flags in listed])
         for i, flags in listed:
@@ -105,15 +110,11 @@ class PublishedTokenizer(Tokenizer):
                 )
         # A token that begins or ends a text need not be special in the file.
         self.inner.add_special_tokens(special_names(path.parent))
-        self.n_added = self.inner.get_vocab_size() - before
+        self.n_added = len(self.inner.get_vocab()) - len(before)
 
     def _ids_of(self, text: str, **options) -> list[int]:
-        try:
+        with _refusing(f"{self.name} cannot encode a text"):
             return self.inner.encode(text, **options).ids
-        except BaseException as error:  # as `tokenizers` ends where a file's pattern fails
-            if type(error).__name__ != "PanicException":
-                raise
-            raise UserError(f"{self.name} cannot encode a text: {error}")
 
     def _ids_around_a_text(self) -> tuple[list[int], list[int]]:
         """Return the ids that the file puts before a text, and those after it."""
@@ -163,6 +164,17 @@ class PublishedTokenizer(Tokenizer):
         for pair in content["model"]["merges"]:
             merges.append(tuple(pair.split(" ") if isinstance(pair, str) else pair))
         return self.inner.get_vocab(with_added_tokens=False), merges
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Within this context, an error of the package `tokenizers` is one of its file."""
+    try:
+        yield
+    except BaseException as error:  # where Rust panics, no Exception is raised
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {error}")
+        raise
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:

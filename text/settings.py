@@ -19,6 +19,13 @@ SETTINGS = (
     "tokenizer_config.json special_tokens_map.json added_tokens.json generation_config.json "
     "chat_template.jinja"
 ).split()
+# Of a token, in the words of the package `tokenizers`.
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+def folder_of(file: Path) -> Path:
+    """Return the directory that a tokenizer's file belongs to: Meta's may be in `original`."""
+    return file.parent.parent if file.parent.name == "original" else file.parent
 
 
 def read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
@@ -49,33 +56,38 @@ def special_names(directory: Path) -> list[str]:
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = read_settings(directory, file)
         for name in ("additional_special_tokens", "extra_special_tokens"):
-            more = settings.get(name) or []
-            for token in more.values() if isinstance(more, dict) else more:
+            more = settings.get(name)
+            if not more:
+                continue
+            tokens = [*more.values()] if isinstance(more, dict) else more
+            for token in settings.checked(name, tokens, list):
                 text = token.get("content") if isinstance(token, dict) else token
                 found.append(settings.checked(name, text, str))
     return list(dict.fromkeys(found))
 
 
-FLAGS = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
-
-
 def listed_tokens(directory: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the ids and the flags of the tokens that are listed beside a tokenizer.json, which may
-    lack some of them, in order of id."""
+    """Return the ids of the tokens that are listed beside a tokenizer.json, which may lack some of
+    them, and what AddedToken of the package takes, in order of id."""
     settings = read_settings(directory)
     listed = []
     if "added_tokens_decoder" in settings:
         named = settings.checked("added_tokens_decoder", settings["added_tokens_decoder"], dict)
         for i, token in named.items():
-            flags = settings.checked(f"token {i:.20}", token, dict)
-            settings.checked(f"token {i:.20}", flags.get("content"), str)
-            listed.append((int(i), {name: flags[name] for name in FLAGS if name in flags}))
+            token = settings.checked(f"token {i:.20}", token, dict)
+            content = settings.checked(f"token {i:.20}", token.get("content"), str)
+            flags = {name: token[name] for name in FLAGS if name in token}
+            if not i.isdecimal() or not all(type(flag) is bool for flag in flags.values()):
+                raise UserError(f"{settings.path} is damaged: it lists a token {i:.20}: {token}")
+            listed.append((int(i), {"content": content, **flags}))
     else:
         older = read_settings(directory, "added_tokens.json")
-        for content, i in older.items():
-            is_special = content in special_names(directory)
+        special = special_names(directory)
+        for name, i in older.items():
+            content = older.checked("a token", name, str)
+            is_special = content in special
             flags = {"content": content, "special": is_special, "normalized": not is_special}
-            listed.append((older.checked(content, i, int, above=-1), flags))
+            listed.append((older.checked(f"{content:.60}", i, int, above=-1), flags))
     return sorted(listed, key=itemgetter(0))
 
 
@@ -105,7 +117,7 @@ def chat_templates(directory: Path) -> dict[str, str]:
         return found
     said = read_settings(directory).get("chat_template") or {}
     if isinstance(said, list) and all(isinstance(one, dict) for one in said):
-        said = {one.get("name"): one.get("template") for one in said}
+        said = {str(one.get("name")): one.get("template") for one in said}
     templates = said if isinstance(said, dict) else {"default": said}
     for template in templates.values():
         if not isinstance(template, str):
@@ -117,7 +129,7 @@ def chat_template(directory: Path, chosen: str | None = None) -> str:
     """Return the chat template of a directory: the one `chosen` by its name, or in a file, or the
     default one; an empty text if there is none. Raise UserError where one has to be chosen."""
     templates = chat_templates(directory)
-    names = ", ".join(map(str, templates))
+    names = ", ".join(templates)
     if chosen in templates:
         return templates[chosen]
     if chosen and Path(chosen).is_file():

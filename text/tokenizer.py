@@ -10,7 +10,7 @@ import tiktoken
 
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
-from text.settings import listed_tokens, special_names
+from text.settings import folder_of, listed_tokens, special_names
 from text.vocabulary import (
     BYTE_OF_CHARACTER,
     BYTES_PATTERN,
@@ -112,11 +112,12 @@ def read_model_file(path: Path) -> dict[bytes, int]:
 
 def others_beside(path: Path, special: dict[str, int]) -> list[str]:
     """Return the tokens that files beside a tokenizer name, and that it does not have."""
-    folder = path.parent.parent if path.parent.name == "original" else path.parent
+    folder = folder_of(path)
     others = [name for name in special_names(folder) if name not in special]
     for i, flags in listed_tokens(folder):
         token = flags["content"]
-        if special.get(token) != i and token not in RESERVED:
+        is_reserved = token.startswith("<|reserved_special_token_")  # Llama 3.0 had more of them
+        if special.get(token) != i and not is_reserved:
             others.append(token)
     return others
 

@@ -17,7 +17,14 @@ import numpy as np
 import tiktoken
 
 from plumbing.messages import UserError
-from text.settings import SETTINGS, chat_template, named_ids, read_settings, token_names
+from text.settings import (
+    SETTINGS,
+    chat_template,
+    folder_of,
+    named_ids,
+    read_settings,
+    token_names,
+)
 from text.templates import default_form
 
 # Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
@@ -102,7 +109,7 @@ class Tokenizer:
             if template:
                 raise UserError(f"tokenizer {self.name} has no directory for a --chat-template")
             return
-        folder = file.parent.parent if file.parent.name == "original" else file.parent
+        folder = folder_of(file)
         kind = "json" if file.suffix == ".json" else "model"
         self.files[f"tokenizer.{kind}"] = file.read_bytes()
         for name in SETTINGS:
