@@ -36,7 +36,8 @@ def base(tmp_path_factory) -> Path:
 def answer(base, *messages: dict) -> str:
     """Return the answer to a conversation, from generate.stream."""
     prompt = encode_prompt([*messages], BYTES)
-    steps = stream(load_pretrained(base), [prompt], NEW, temperature=0, stop=BYTES.stop)
+    model = load_pretrained(base)
+    steps = stream(model, [prompt], NEW, temperature=0, stop=BYTES.stop)
     return BYTES.decode(token for (token,) in steps if token not in BYTES.stop)
 
 
@@ -52,10 +53,14 @@ def talk(base, monkeypatch, capsys):
         return stream(model, prompts, *args, seed=seed, **options)
 
     def talk(text: str | bytes, *flags, temperature=0, terminal=False):
-        data = text.encode() if isinstance(text, str) else text
-        arguments = ["--chat", f"--max-new-tokens={NEW}", f"--temperature={temperature}", *flags]
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, [base, *arguments])])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        if isinstance(text, str):
+            text = text.encode()
+        arguments = ["generate.py", str(base), "--chat"]
+        arguments += [f"--max-new-tokens={NEW}", f"--temperature={temperature}"]
+        arguments += [str(flag) for flag in flags]
+        typed = io.TextIOWrapper(io.BytesIO(text))
+        monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.setattr(sys, "stdin", typed)
         for file in (sys.stdin, sys.stdout):
             monkeypatch.setattr(file, "isatty", lambda: terminal, raising=False)
         try:
@@ -74,22 +79,30 @@ def talk(base, monkeypatch, capsys):
 
 
 def test_one_prompt_or_several_are_continued(base):
-    prompts, flags = ["Hi", "Why?"], ["--max-new-tokens", NEW, "--temperature", 0]
+    prompts = ["Hi", "Why?"]
+    flags = ["--max-new-tokens", NEW, "--temperature", 0]
     encoded = [BYTES.encode(prompt, bos=True) for prompt in prompts]
-    tokens = generate(load_pretrained(base), encoded, NEW, temperature=0, stop=BYTES.stop)
-    said = [BYTES.decode(t for t in row if t not in BYTES.stop) for row in tokens]
-    printed = succeed("generate.py", base, "--prompt", prompts[0], *flags, nproc=2).out
-    assert printed == f"{prompts[0]}{said[0]}\n"
-    both = (word for prompt in prompts for word in ("--prompt", prompt))
+    model = load_pretrained(base)
+    tokens = generate(model, encoded, NEW, temperature=0, stop=BYTES.stop)
+    texts = []
+    for prompt, row in zip(prompts, tokens):
+        said = BYTES.decode(token for token in row if token not in BYTES.stop)
+        texts.append(f"{prompt}{said}\n")
+    printed = succeed("generate.py", base, "--prompt", "Hi", *flags, nproc=2).out
+    assert printed == texts[0]
+    both = ["--prompt", "Hi", "--prompt", "Why?"]
     printed = succeed("generate.py", base, *both, *flags).out
-    assert printed == "".join(f"--- {prompt}{text}\n" for prompt, text in zip(prompts, said))
+    assert printed == f"--- {texts[0]}--- {texts[1]}"
 
 
 def test_characters_of_several_tokens_are_whole(monkeypatch):
     poem = "El niño soñó: 漢字 y 🙂.\n"
-    monkeypatch.setattr(script, "stream", lambda *_: ([i] for i in BYTES.encode(poem)))
+    steps = [[token] for token in BYTES.encode(poem)]
+    monkeypatch.setattr(script, "stream", lambda *_: iter(steps))
     pieces = [*script.stream_text(None, [], BYTES)]
-    assert "".join(pieces) == poem and "漢" in pieces and "🙂" in pieces
+    assert "".join(pieces) == poem
+    assert "漢" in pieces
+    assert "🙂" in pieces
 
 
 # -------------------------------------------------------------------------------- with a pipe
@@ -98,16 +111,21 @@ def test_characters_of_several_tokens_are_whole(monkeypatch):
 def test_each_answer_follows_the_whole_conversation(base, talk):
     """Empty lines are no messages, neither prompts nor stop tokens are printed, and bytes that are
     not UTF-8 are replaced."""
-    hi, why = user("Hi"), user("Why?")
+    hi = user("Hi")
+    why = user("Why?")
     first = answer(base, hi)
     second = answer(base, hi, assistant(first), why)
     third = answer(base, hi, assistant(first), why, assistant(second), hi)
-    assert len({first, second, third, answer(base, why)}) == 4
-    assert min(map(len, (first, second, third))) < NEW  # one has ended by itself
+    alone = answer(base, why)
+    assert len({first, second, third, alone}) == 4
+    shortest = min(len(first), len(second), len(third))
+    assert shortest < NEW  # it has ended by itself
     printed = talk("\nHi\n  \n\nWhy?\nHi")
-    assert printed.out == f"{first}\n{second}\n{third}\n" and printed.err == ""
+    assert printed.out == f"{first}\n{second}\n{third}\n"
+    assert printed.err == ""
     assert talk("").out == ""
-    assert talk(b"caf\xe9\n").out == answer(base, user("caf\ufffd")) + "\n"
+    replaced = answer(base, user("caf\ufffd"))
+    assert talk(b"caf\xe9\n").out == f"{replaced}\n"
 
 
 @pytest.mark.parametrize("prompt", [[], ["--prompt", "Hi"]], ids=["conversation", "prompt"])
@@ -121,9 +139,11 @@ def test_the_system_prompt_comes_first(base, talk, prompt):
 
 
 def test_every_answer_has_random_numbers_of_its_own(talk):
-    alone, other = (talk("", "--prompt", "Hi", "--seed", n, temperature=3).out for n in (5, 6))
+    alone = talk("", "--prompt", "Hi", "--seed", 5, temperature=3).out
+    other = talk("", "--prompt", "Hi", "--seed", 6, temperature=3).out
     printed = talk("Hi\nHi\nHi\n", "--seed", 5, temperature=3).out
-    assert printed.startswith(alone) and alone != other
+    assert printed.startswith(alone)
+    assert alone != other
     assert [seed for _, seed in talk.calls] == [5, 6, 5, 6, 7]
 
 
@@ -150,13 +170,15 @@ def test_the_oldest_exchanges_are_dropped(base, talk):
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base, talk, monkeypatch):
     """What has been said until then is the answer. Ctrl-C clears a line that is being typed."""
-    hi, whole = encode_prompt([user("Hi")], BYTES), answer(base, user("Hi"))
+    hi = encode_prompt([user("Hi")], BYTES)
+    whole = answer(base, user("Hi"))
     expected = answer(base, user("Hi"), assistant(whole[:5]), user("Why?"))
     assert expected != answer(base, user("Hi"), assistant(whole), user("Why?"))
     typed = iter(["Hi", KeyboardInterrupt, "Why?", EOFError])
 
     def pressed(prompt: str) -> str:
-        if isinstance(text := next(typed), str):
+        text = next(typed)
+        if isinstance(text, str):
             return text
         raise text
 
@@ -169,6 +191,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base, talk, monkeypa
 
     monkeypatch.setattr("builtins.input", pressed)
     monkeypatch.setattr(script, "stream", interrupted)
-    monkeypatch.setattr(script.plumbing.endings, "ctrl_c_raises", raises := MagicMock())
+    raises = MagicMock()
+    monkeypatch.setattr(script.plumbing.endings, "ctrl_c_raises", raises)
     assert talk("", terminal=True).out == f"{whole[:5]}\n\n{expected}\n\n"
     raises.return_value.__enter__.assert_called_once()

@@ -22,19 +22,28 @@ def said(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
 
-HI, GOOD, BAD = said("user", "Hi"), said("assistant", "Hello"), said("assistant", "Go")
+HI = said("user", "Hi")
+GOOD = said("assistant", "Hello")
+BAD = said("assistant", "Go")
 BEFORE = [said("user", "A?"), said("assistant", "B.")]
 HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
 
 
 def written(directory: Path, lines: list[dict]) -> str:
     path = directory / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with open(path, "w") as file:
+        for line in lines:
+            print(json.dumps(line), file=file)
     return str(path)
 
 
 def record(prompt, chosen, rejected, **more) -> dict:
-    return (dict(prompt=prompt) if prompt else {}) | dict(chosen=chosen, rejected=rejected) | more
+    line = {}
+    if prompt:
+        line["prompt"] = prompt
+    line["chosen"] = chosen
+    line["rejected"] = rejected
+    return line | more
 
 
 NAMES = "user", "assistant"
@@ -50,12 +59,20 @@ def sharegpt(*texts: str, names=("human", "gpt")) -> list[dict]:
 
 
 SYSTEM = said("system", "Be kind.")
-ASK, SKY = "What colour is it?", "What colour is the sky?"
+ASK = "What colour is it?"
+SKY = "What colour is the sky?"
 LAYOUTS = {  # a line, and the messages that both conversations begin with
     "texts": (record("Hi", "Hello", "Go"), [HI]),
     "lists": (record([HI], [GOOD], [BAD]), [HI]),
     "UltraFeedback": (
-        record("Hi", [HI, GOOD], [HI, BAD], prompt_id="0a", messages=[HI, GOOD], score_chosen=8.5),
+        record(
+            "Hi",
+            [HI, GOOD],
+            [HI, BAD],
+            prompt_id="0a",
+            messages=[HI, GOOD],
+            score_chosen=8.5,
+        ),
         [HI],
     ),
     "implicit": (record(None, [HI, GOOD], [HI, BAD]), [HI]),
@@ -69,17 +86,27 @@ LAYOUTS = {  # a line, and the messages that both conversations begin with
         [*BEFORE, HI],
     ),
     "Orca": (
-        dict(system="Be kind.", question="Hi", chosen="Hello", rejected="Go"), [SYSTEM, HI],
+        dict(system="Be kind.", question="Hi", chosen="Hello", rejected="Go"),
+        [SYSTEM, HI],
     ),
     "Orca of argilla": (dict(input="Hi", chosen="Hello", rejected="Go", rating=[9, 1]), [HI]),
     "LLaMA-Factory's Alpaca": (
-        dict(instruction="Add.", input="1 2", chosen="Hello", rejected="Go",
-             history=[["A?", "B."]]),
+        dict(
+            instruction="Add.",
+            input="1 2",
+            history=[["A?", "B."]],
+            chosen="Hello",
+            rejected="Go",
+        ),
         [*BEFORE, said("user", "Add.\n\n1 2")],
     ),
     "LLaMA-Factory's ShareGPT": (
-        dict(conversations=sharegpt("A?", "B.", "Hi"), chosen=sharegpt("", "Hello")[1],
-             rejected=sharegpt("", "Go")[1], system="Be kind."),
+        dict(
+            system="Be kind.",
+            conversations=sharegpt("A?", "B.", "Hi"),
+            chosen=sharegpt("", "Hello")[1],
+            rejected=sharegpt("", "Go")[1],
+        ),
         [SYSTEM, *BEFORE, HI],
     ),
     "input": (record("Add.", "Hello", "Go", input="1 2"), [said("user", "Add.\n\n1 2")]),
@@ -106,11 +133,17 @@ def test_layouts_of_pairs(tmp_path, name):
     shared = [message | {"train": False} for message in before]
     expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
     for packed, n in ((train, 2), (val, 1)):
-        assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected * n
-    assert [answer for _, answer in prompts] == ["Hello"]
+        found = []
+        for ids, is_target in packed.samples:
+            found.append((ids.tolist(), is_target.tolist()))
+        assert found == expected * n
+    ((_, example),) = prompts
+    assert example == "Hello"
     targets = train.batch([0]).targets
     ids = targets[targets != IGNORE].tolist()
-    assert BYTES.decode(ids[:5]) == "Hello" and ids[5] in BYTES.stop and ids[-1] in BYTES.stop
+    assert BYTES.decode(ids[:5]) == "Hello"
+    assert ids[5] in BYTES.stop
+    assert ids[-1] in BYTES.stop
 
 
 TRL = {
@@ -119,9 +152,14 @@ TRL = {
     "system": dict(chosen=[SYSTEM, HI, GOOD], rejected=[SYSTEM, HI, BAD]),
     "text beside lists": dict(prompt="Hi", chosen=[HI, GOOD], rejected=[HI, BAD]),
     "ShareGPT": dict(
-        chosen=sharegpt("Hi", "Hello", names=NAMES), rejected=sharegpt("Hi", "Go", names=NAMES)),
+        chosen=sharegpt("Hi", "Hello", names=NAMES),
+        rejected=sharegpt("Hi", "Go", names=NAMES),
+    ),
     "an answer of several turns": dict(
-        prompt=[HI], chosen=[GOOD, *turns("A?", "B.")], rejected=[BAD, *turns("A?", "B.")]),
+        prompt=[HI],
+        chosen=[GOOD, *turns("A?", "B.")],
+        rejected=[BAD, *turns("A?", "B.")],
+    ),
 }  # fmt: skip
 
 
@@ -130,21 +168,26 @@ def test_conversations_are_those_of_trl(name, tmp_path):
     """Prompt and answers, and their ids by a tokenizer's template."""
     trl = pytest.importorskip("trl.data_utils", reason="trl is not installed here")
     ours = pair_of(copy.deepcopy(TRL[name]), "line 1")
-    theirs = trl.maybe_extract_prompt(trl.maybe_convert_to_chatml(copy.deepcopy(TRL[name])))
+    chatml = trl.maybe_convert_to_chatml(copy.deepcopy(TRL[name]))
+    theirs = trl.maybe_extract_prompt(chatml)
     n = len(theirs["prompt"])
     directory = write_tokenizer(tmp_path, "smollm2")
     tokenizer = load_tokenizer(str(directory))
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     texts = trl.apply_chat_template(theirs, reference)
     for conversation, answer in zip(ours, ("chosen", "rejected")):
-        without = [{k: v for k, v in m.items() if k != "train"} for m in conversation]
-        assert without == theirs["prompt"] + theirs[answer]
-        assert [m.get("train", True) for m in conversation] == [i >= n for i in range(len(without))]
         ids, is_target = encode(conversation, tokenizer)
+        without = copy.deepcopy(conversation)
+        for i, message in enumerate(without):
+            assert message.pop("train", True) == (i >= n)
+        assert without == theirs["prompt"] + theirs[answer]
         prompt = reference.encode(texts["prompt"], add_special_tokens=False)
-        whole = reference.encode(texts["prompt"] + texts[answer], add_special_tokens=False)
-        assert ids == whole[: len(ids)] and is_target[: len(prompt)] == [False] * len(prompt)
-        assert is_target[len(prompt)]
+        text = texts["prompt"] + texts[answer]
+        whole = reference.encode(text, add_special_tokens=False)
+        assert ids == whole[: len(ids)]
+        begin = len(prompt)
+        assert is_target[:begin] == [False] * begin
+        assert is_target[begin]
 
 
 @pytest.mark.parametrize("line", [
@@ -156,9 +199,11 @@ def test_texts_are_divided_as_by_trl(line):
     trl = pytest.importorskip("trl.data_utils", reason="trl is not installed here")
     theirs = trl.maybe_extract_prompt(line)
     chosen, rejected = pair_of(line, "line 1")
+    whole = {}
     for conversation, answer in ((chosen, "chosen"), (rejected, "rejected")):
-        assert [m["content"] for m in conversation] == [theirs["prompt"], theirs[answer]]
-    whole = {answer: line["prompt"] + line[answer] for answer in ("chosen", "rejected")}
+        contents = [message["content"] for message in conversation]
+        assert contents == [theirs["prompt"], theirs[answer]]
+        whole[answer] = line["prompt"] + line[answer]
     assert trl.extract_prompt(whole)["prompt"].startswith(line["prompt"])
     with pytest.raises(UserError, match="no prompt, or no chosen answer"):
         pair_of(whole, "line 1")
@@ -188,17 +233,22 @@ def test_texts_are_divided_as_by_trl(line):
     (record("Hi", "Hello", "Go", images=["a.png"]), '"images" is .*only text is read'),
 ])  # fmt: skip
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
+    lines = [] if line is None else [line]
+    path = written(tmp_path, lines)
     with pytest.raises(UserError, match=says):
-        open_samples([written(tmp_path, [line] * (line is not None))], BYTES, 128, read=pairs)
+        open_samples([path], BYTES, 128, read=pairs)
 
 
 def test_what_is_beside_a_pair_is_read_or_named(tmp_path, capsys):
     tools = FUNCTIONS["functions"]
-    path = written(tmp_path, [record("Hi", "Hello", "Go", tools=tools)] * 2)
+    line = record("Hi", "Hello", "Go", tools=tools)
+    path = written(tmp_path, [line] * 2)
     with pytest.raises(UserError, match="the chat template writes nothing of tools"):
         open_samples([path], BYTES, 128, read=pairs)
-    path = written(tmp_path, [record("Hi", "Hello", "Go", weight=0), *PAIRS[:2]])
-    assert "1 dropped" in open_samples([path], BYTES, 128, read=pairs)[3]
+    weightless = record("Hi", "Hello", "Go", weight=0)
+    path = written(tmp_path, [weightless, *PAIRS[:2]])
+    *_, summary = open_samples([path], BYTES, 128, read=pairs)
+    assert "1 dropped" in summary
     extra = record("Hi", [GOOD | {"score": 0}], [BAD], margin=0.5, ids=[1], output="x", id="")
     written(tmp_path, [extra, record([HI], "Hello", "Go", input="x")])
     capsys.readouterr()
@@ -211,20 +261,40 @@ PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
 
 
 def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
-    lines = [record("Hi", "a" * (n % 13 + 1), "b" * (n % 7 + 1)) for n in range(40)]
-    path = written(tmp_path, lines + [record("Hi", "a" * 80, "b" * 10)] * 3)
+    lines = []
+    for n in range(40):
+        chosen = "a" * (n % 13 + 1)
+        rejected = "b" * (n % 7 + 1)
+        lines.append(record("Hi", chosen, rejected))
+    too_long = record("Hi", "a" * 80, "b" * 10)
+    path = written(tmp_path, lines + [too_long] * 3)
     train, val, _, summary = open_samples([path], BYTES, 128, read=pairs)
-    assert summary.endswith("; 3 dropped") and len(train.samples) + len(val.samples) == 80
+    assert summary.endswith("; 3 dropped")
+    assert len(train.samples) + len(val.samples) == 80
     for row in train.rows:
-        assert row[1::2] == [i + 1 for i in row[::2]] and not any(i % 2 for i in row[::2])
-        assert sum(len(train.samples[i][0]) - 1 for i in row) <= 128
+        chosen = row[::2]
+        rejected = row[1::2]
+        assert rejected == [i + 1 for i in chosen]
+        assert not any(i % 2 for i in chosen)
+        length = 0
+        for i in row:
+            ids, _ = train.samples[i]
+            length += len(ids) - 1
+        assert length <= 128
 
 
 def test_default_pairs():
     """The rejected answer has half of the words, or all in another order."""
-    halves, samples = 0, [*itertools.islice(docstring_pairs(), 500)]
+    halves = 0
+    samples = [*itertools.islice(docstring_pairs(), 500)]
+    assert len(samples) == 500
     for sample in samples:
-        good, bad = (m[-1]["content"].split() for m in (sample.messages, sample.rejected))
-        halves += (half := bad == good[: len(good) // 2])
-        assert bad and bad != good and (half or sorted(bad) == sorted(good))
-    assert len(samples) == 500 and 200 < halves < 300
+        good = sample.messages[-1]["content"].split()
+        bad = sample.rejected[-1]["content"].split()
+        assert bad
+        assert bad != good
+        if bad == good[: len(good) // 2]:
+            halves += 1
+        else:
+            assert sorted(bad) == sorted(good)
+    assert 200 < halves < 300

@@ -28,14 +28,20 @@ from text.packing import Packed
 
 
 def test_a_run_begins_at_log_2_and_resumes(tmp_path, base):  # noqa: F811
-    out, more = tmp_path / "out", dict(save_every=2, eval_every=2, microbatch=2)
+    out = tmp_path / "out"
+    more = dict(save_every=2, eval_every=2, microbatch=2)
     given = flags(base, written(tmp_path, PAIRS), out, **more)
-    result, rows = succeed("preferences.py", *given, nproc=2), metrics(out)
-    names = {"accuracy", "margin", "chosen", "rejected"}
-    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-12) and rows[0]["accuracy"] == 0
-    assert rows[0].keys() >= names and rows[1].keys() >= {f"val_{name}" for name in names}
-    assert "bits_per_byte" not in rows[0] and rows[3]["loss"] < rows[0]["loss"]
-    shown = f"validation loss {rows[3]['val_loss']:.4f}, {rows[3]['val_accuracy']:.4f} accur"
+    result = succeed("preferences.py", *given, nproc=2)
+    rows = metrics(out)
+    first, last = rows[0], rows[3]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-12)
+    assert first["accuracy"] == 0
+    for name in ("accuracy", "margin", "chosen", "rejected"):
+        assert name in first
+        assert f"val_{name}" in rows[1]
+    assert "bits_per_byte" not in first
+    assert last["loss"] < first["loss"]
+    shown = f"validation loss {last['val_loss']:.4f}, {last['val_accuracy']:.4f} accur"
     assert shown in result.out
     resumes(out, 2, last_factors, "preferences.py", *given, nproc=2)
 
@@ -44,27 +50,40 @@ def test_a_run_begins_at_log_2_and_resumes(tmp_path, base):  # noqa: F811
 def unsplit(tmp_path_factory, base):  # noqa: F811
     """The flags of a run of all weights, and the losses of one process."""
     path = tmp_path_factory.mktemp("unsplit")
-    given = flags(base, written(path, PAIRS), path / "out", save_every=2, all_weights=True)
+    data = written(path, PAIRS)
+    out = path / "out"
+    given = flags(base, data, out, save_every=2, all_weights=True)
     succeed("preferences.py", *given)
-    return given, [row["loss"] for row in metrics(path / "out")]
+    losses = [row["loss"] for row in metrics(out)]
+    return given, losses
 
 
 @pytest.mark.parametrize("split", [
-    "--dp ddp", "--dp zero1", "--dp fsdp --eval-every 2", "--pp 2 --eval-every 2",
-    slow("--dp fsdp --reshard none"), slow("--dp fsdp --reshard all --microbatch 1"),
-    slow("--dp hsdp --shard 2"), slow("--dp hsdp --shard 1"), slow("--dp fsdp --offload"),
-    slow("--dp fsdp --cp 2"), slow("--tp 2"),
+    "--dp ddp",
+    "--dp zero1",
+    "--dp fsdp --eval-every 2",
+    "--pp 2 --eval-every 2",
+    slow("--dp fsdp --reshard none"),
+    slow("--dp fsdp --reshard all --microbatch 1"),
+    slow("--dp hsdp --shard 2"),
+    slow("--dp hsdp --shard 1"),
+    slow("--dp fsdp --offload"),
+    slow("--dp fsdp --cp 2"),
+    slow("--tp 2"),
     slow("--dp fsdp --async-save --keep-best --eval-every 2"),
 ])  # fmt: skip
 def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, unsplit, split):
     """Under every strategy, with the Saver; a resumed run, too, has its rewards relative to --init.
     The base's forward passes leave FSDP's weights unsharded before step 1."""
-    given, losses = [*unsplit[0], *split.split(), "--out", tmp_path / "out"], unsplit[1]
+    out = tmp_path / "out"
+    given, losses = unsplit
+    given = [*given, *split.split(), "--out", out]
     succeed("preferences.py", *given, nproc=2)
-    ours = [row["loss"] for row in metrics(tmp_path / "out")]
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-12) and losses[3] < losses[0]
+    ours = [row["loss"] for row in metrics(out)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-12)
+    assert losses[3] < losses[0]
     assert ours == pytest.approx(losses, rel=1e-12)
-    resumes(tmp_path / "out", 2, lambda out: {}, "preferences.py", *given, nproc=2)
+    resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
 
 
 def test_the_base_is_computed_for_the_rows_that_are_read(monkeypatch):
@@ -76,14 +95,18 @@ def test_the_base_is_computed_for_the_rows_that_are_read(monkeypatch):
         return torch.zeros(len(dataset), dataset.seq_len)
 
     monkeypatch.setattr(Preferences, "base_log_p", log_p_of)
-    train_set, val_set = packed_pairs(), packed_pairs()
+    train_set = packed_pairs()
+    val_set = packed_pairs()
     run = Preferring(all_weights=True, eval_windows=3)
-    task = Preferences(run, JobOfTask(Llama(CONFIG), train_set, val_set), None, None, None)
+    job = JobOfTask(Llama(CONFIG), train_set, val_set)
+    task = Preferences(run, job, None, None, None)
     order = Order(batch=2, seq_len=24, seed=0)
     task.begin(Steps(done=0, last=2, skipped=(), order=order))
-    read = {window_of(i, len(train_set), seed=0) for i in range(4)}
-    assert len(train_set) > len(read)
-    assert computed == [(train_set, sorted(read)), (val_set, evenly_spaced(val_set, 3))]
+    n = len(train_set)
+    read = {window_of(i, n, seed=0) for i in range(4)}
+    assert n > len(read)
+    evaluated = evenly_spaced(val_set, 3)
+    assert computed == [(train_set, sorted(read)), (val_set, evaluated)]
 
 
 def test_adapters_do_not_continue_all_weights(tmp_path, unsplit):
@@ -96,13 +119,21 @@ def test_adapters_do_not_continue_all_weights(tmp_path, unsplit):
 def test_bench_step_knows_the_second_forward(tmp_path, base):  # noqa: F811
     """Collectives are counted as predicted."""
     path = written(tmp_path, PAIRS)
-    given = flags(base, path, tmp_path / "none", microbatch=4, dtype="float32", dp="fsdp")
+    more = dict(microbatch=4, dtype="float32", dp="fsdp")
+    given = flags(base, path, tmp_path / "none", **more)
     given = "--lora", "preferences", *given, "--repeats", 1
     out = succeed("bench.py", "step", *given, nproc=2).out
-    assert "| reference | " in out and "attention runs forward 1 time" in out
-    sent = [line.split("each rank sends ")[1] for line in out.splitlines() if "rank sends " in line]
-    predicted, counted = (re.findall(r"(\d+) ([a-z-]+) over", line) for line in sent)
-    assert sorted(predicted) == sorted(counted) != []
+    assert "| reference | " in out
+    assert "attention runs forward 1 time" in out
+    collectives = []
+    for line in out.splitlines():
+        if "rank sends " in line:
+            _, sent, *_ = line.split("each rank sends ")
+            found = re.findall(r"(\d+) ([a-z-]+) over", sent)
+            collectives.append(sorted(found))
+    predicted, counted = collectives
+    assert predicted == counted
+    assert counted != []
 
 
 @pytest.mark.parametrize("flag, says", [
@@ -111,8 +142,10 @@ def test_bench_step_knows_the_second_forward(tmp_path, base):  # noqa: F811
     ("--all-weights --dora", "are for adapters"),
 ])  # fmt: skip
 def test_what_would_spoil_rewards_is_refused(tmp_path, flag, says):
-    given = "preferences.py", "--init", tmp_path, *flag.split()
-    refused(launch(*given), flag.split()[0].partition("=")[0], says)
+    words = flag.split()
+    result = launch("preferences.py", "--init", tmp_path, *words)
+    name, _, _ = words[0].partition("=")
+    refused(result, name, says)
 
 
 def test_trl_computes_the_same(tmp_path, monkeypatch):
@@ -123,21 +156,30 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    lora, config = dict(rank=3, alpha=5), LlamaConfig(**GROUPED)
-    model, old = plain_model(GROUPED, lora), packed_pairs()
-    samples = [([*ids, 100], [*on, True]) for ids, on in old.samples]  # the end token
+    lora = dict(rank=3, alpha=5)
+    config = LlamaConfig(**GROUPED)
+    model = plain_model(GROUPED, lora)
+    old = packed_pairs()
+    samples = []
+    for ids, on in old.samples:
+        samples.append(([*ids, 100], [*on, True]))  # the end token
     for chosen, rejected in zip(samples[::2], samples[1::2]):  # one prompt
         prompt = chosen[1].index(True)
         rejected[0][:prompt] = chosen[0][:prompt]
     data = Packed(samples, 26, old.tokenizer, together=2)
-    job, work = SimpleNamespace(model=model), SimpleNamespace(microbatch=3)
+    job = SimpleNamespace(model=model)
+    work = SimpleNamespace(microbatch=3)
     task = Preferences(Preferring(beta=BETA), job, None, work, None)
-    batch = task.with_base(data.batch([*range(len(data))]))
-    parts = batch.microbatches(3)
-    losses = [task.loss(model(*p.inputs, documents=p.documents), p) for p in parts]
+    rows = [*range(len(data))]
+    batch = task.with_base(data.batch(rows))
+    losses = []
+    for part in batch.microbatches(3):
+        output = model(*part.inputs, documents=part.documents)
+        losses.append(task.loss(output, part))
     loss = sum(losses) / task.count(batch)
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    ids = {f"w{i}": i for i in range(101)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w100", pad_token="w99")
 
@@ -153,17 +195,30 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     rows = []
     for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
         at = on.index(True)
-        given = dict(prompt=f"{text(chosen[:at])} ", chosen=text(chosen[at:-1]))
-        rows.append(given | dict(rejected=text(rejected[at:-1])))
+        row = {}
+        row["prompt"] = f"{text(chosen[:at])} "
+        row["chosen"] = text(chosen[at:-1])
+        row["rejected"] = text(rejected[at:-1])
+        rows.append(row)
     config_of_trainer = trl.DPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], beta=BETA, max_length=None,
-        per_device_train_batch_size=len(rows), bf16=False, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        beta=BETA,
+        max_length=None,
+        per_device_train_batch_size=len(rows),
+        bf16=False,
+        gradient_checkpointing=False,
+    )
     trainer = trl.DPOTrainer(
-        model=theirs(True), ref_model=theirs(False), args=config_of_trainer,
-        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-    )  # fmt: skip
-    trainer.model.double(), trainer.ref_model.double()
+        model=theirs(True),
+        ref_model=theirs(False),
+        args=config_of_trainer,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.model.double()
+    trainer.ref_model.double()
     given = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
     their_loss = trainer._compute_loss(trainer.model, given, False)
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-6)
@@ -188,9 +243,21 @@ def given(tmp_path_factory):
         "    assert prompt == truth + '?'\n"
         "    return len(answer) + sum(map(ord, answer)) % 7 / 7\n"
     )
-    return dict(init=path / "base", data=path / "prompts.jsonl", reward=path / "reward.py", steps=4,
-                batch=8, lr=1e-3, warmup=2, save_every=2, keep=0, eval_every=2, dtype="float64",
-                seq_len=96, max_new_tokens=6)  # fmt: skip
+    return dict(
+        init=path / "base",
+        data=path / "prompts.jsonl",
+        reward=path / "reward.py",
+        steps=4,
+        batch=8,
+        lr=1e-3,
+        warmup=2,
+        save_every=2,
+        keep=0,
+        eval_every=2,
+        dtype="float64",
+        seq_len=96,
+        max_new_tokens=6,
+    )
 
 
 def command(given: dict, out, **more) -> list:
@@ -232,11 +299,15 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_in_one_line(given, tmp_path, name):
-    more, says = dict(WRONG[name][0]), WRONG[name][1]
+    wrong, says = WRONG[name]
+    more = dict(wrong)
     for flag in more.keys() & {"reward", "data", "val_data"}:
-        (path := tmp_path / f"bad.{flag}").write_text(more[flag])
+        path = tmp_path / f"bad.{flag}"
+        path.write_text(more[flag])
         more[flag] = path
-    refused(launch(*command(given, tmp_path / "out", **more), nproc=2 * ("reward" in more)), says)
+    nproc = 2 if "reward" in more else 0
+    result = launch(*command(given, tmp_path / "out", **more), nproc=nproc)
+    refused(result, says)
 
 
 def test_rank_0_rewards_all_answers(given, tmp_path):
@@ -251,12 +322,16 @@ def test_rank_0_rewards_all_answers(given, tmp_path):
 def test_an_answer_that_does_not_end_is_none():
     """And the end of another is a target, but no text of it. Models may have more ids than there
     are tokens, and draw them."""
-    task, (stop, *_) = Rewards.__new__(Rewards), BYTES.stop
+    stop, *_ = BYTES.stop
+    task = Rewards.__new__(Rewards)
     task.job = SimpleNamespace(tokenizer=BYTES)
     answers = [[*b"7", stop], [*b"77", 9999]]
     assert [task.text_of(answer) for answer in answers] == ["7", ""]
-    log_p, advantages = -torch.arange(6.0).view(2, 3), torch.tensor([0.5, -0.5])
-    batch = Answers([[1], [1, 2]], answers, log_p, advantages, BYTES).batch([0, 1])
+    prompts = [[1], [1, 2]]
+    log_p = -torch.arange(6.0).view(2, 3)
+    advantages = torch.tensor([0.5, -0.5])
+    dataset = Answers(prompts, answers, log_p, advantages, BYTES)
+    batch = dataset.batch([0, 1])
     assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
     values = {name: tensor.tolist() for name, tensor in batch.target_values.items()}
     assert values["advantage"] == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]

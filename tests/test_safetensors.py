@@ -14,29 +14,46 @@ from plumbing.messages import UserError
 
 def samples() -> dict[str, torch.Tensor]:
     """Return a tensor of each dtype, and some of other shapes."""
-    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4
-    tensors = {str(dtype): values.abs().to(dtype) for dtype in DTYPES.values()}
-    return tensors | dict(scalar=torch.tensor(2.5), empty=torch.empty(0, 4), transposed=values.T)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 5, generator=generator) * 4
+    tensors = {}
+    for dtype in DTYPES.values():
+        tensors[str(dtype)] = values.abs().to(dtype)
+    tensors["scalar"] = torch.tensor(2.5)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["transposed"] = values.T
+    return tensors
 
 
 def read(path) -> bytes:
     """Return what the package makes of the tensors that we read: names, dtypes, shapes, bits."""
-    return package.save({name: entry.read() for name, entry in open_safetensors(path).items()})
+    tensors = {}
+    for name, entry in open_safetensors(path).items():
+        tensors[name] = entry.read()
+    return package.save(tensors)
 
 
 def test_the_package_reads_our_files_and_we_read_its_files(tmp_path):
-    entries = {name: StoredTensor.of(tensor) for name, tensor in samples().items()}
-    save_safetensors(tmp_path / "ours", entries, {"format": "pt"})
-    expected = {name: tensor.contiguous() for name, tensor in samples().items()}
-    assert package.save(package.load_file(tmp_path / "ours")) == package.save(expected)
-    package.save_file(expected, tmp_path / "theirs", {"made": "there"})
-    assert read(tmp_path / "theirs") == package.save(expected)
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
+    entries = {}
+    contiguous = {}
+    for name, tensor in samples().items():
+        entries[name] = StoredTensor.of(tensor)
+        contiguous[name] = tensor.contiguous()
+    expected = package.save(contiguous)
+    save_safetensors(ours, entries, {"format": "pt"})
+    assert package.save(package.load_file(ours)) == expected
+    package.save_file(contiguous, theirs, {"made": "there"})
+    assert read(theirs) == expected
 
 
 def with_header(header: bytes | dict, data: bytes = bytes(8)) -> bytes:
     """Return the content of a file."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
+    if isinstance(header, dict):
+        header = json.dumps(header).encode()
+    length = len(header).to_bytes(8, "little")
+    return length + header + data
 
 
 def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
@@ -58,7 +75,8 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
 ])  # fmt: skip
 def test_malformed_headers_are_refused(header, message, tmp_path):
     """And by the safetensors package, too."""
-    (path := tmp_path / "file").write_bytes(with_header(header))
+    path = tmp_path / "file"
+    path.write_bytes(with_header(header))
     with pytest.raises(UserError, match=message):
         open_safetensors(path)
     with pytest.raises(safetensors.SafetensorError):
@@ -76,14 +94,20 @@ def test_a_header_longer_than_the_file_or_than_100_mb(tmp_path):
 
 def test_a_file_of_more_than_4_gb_that_shrinks(tmp_path):
     """Its data is a hole in a sparse file, except for the last two elements."""
-    n, path = 2**30 + 2**20, tmp_path / "file"
-    header = with_header({"a": entry(0, 4 * n, shape=(n,)), "b": entry(4 * n, 4 * n + 8)}, b"")
+    path = tmp_path / "file"
+    n = 2**30 + 2**20
+    hole = 4 * n  # bytes
+    entries = {"a": entry(0, hole, shape=(n,))}
+    entries["b"] = entry(hole, hole + 8)
+    header = with_header(entries, b"")
     path.write_bytes(header)
-    os.truncate(path, len(header) + 4 * n)
+    begin = len(header) + hole  # of b
+    os.truncate(path, begin)
     with open(path, "ab") as file:
-        file.write(torch.tensor([1.0, 2.0]).numpy().tobytes())
+        b = torch.tensor([1.0, 2.0])
+        file.write(b.numpy().tobytes())
     tensors = open_safetensors(path)
     assert tensors["b"].read().tolist() == [1, 2]
-    os.truncate(path, len(header) + 4 * n + 4)
+    os.truncate(path, begin + 4)
     with pytest.raises(UserError, match="has changed"):  # it is not read beyond its end
         tensors["b"].read()
