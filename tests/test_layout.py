@@ -39,13 +39,15 @@ techniques.experts
 plumbing
 """.strip().splitlines()
 # Tokens a line of code, at most; "" is all run-time code.
-DENSITY = {"": 9.7, "techniques": 10.3, "costs": 10.3, "labs": 9.75, "tests": 11.0}
+DENSITY = {"": 9.5, "techniques": 9.9, "costs": 9.6, "labs": 9.7, "tests": 11.0}
 REACH = {  # tokens of code that `import` runs, at most
     "lora": 11_000, "generate": 40_500, "parallel": 35_000, "data": 26_500, "checkpoint": 37_000,
     "train": 96_095, "bench": 116_205,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 0,
+    "top": 29_925, "techniques": 20_600, "costs": 8_770, "perf": 10_615, "runs": 10_915,
+    "files": 13_485, "text": 18_170, "plumbing": 9_175, "labs": 59_950, "tests": 124_830,
+    "docs": 6_955,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -168,8 +170,10 @@ def test_a_file_can_be_taken_home(module):
 
 
 def test_folders_hold_no_more():
-    held = {folder: sum(tokens_of(path).total() for path in files_in(folder)) for folder in TOKENS}
-    held["top"] = sum(tokens_of(path).total() for path in ROOT.glob("*.py"))
+    held = {}
+    for folder in TOKENS:
+        paths = ROOT.glob("*.py") if folder == "top" else files_in(folder)
+        held[folder] = sum(tokens_of(path).total() for path in paths)
     assert {name: n for name, n in held.items() if n > TOKENS[name]} == {}
 
 
