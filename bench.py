@@ -53,7 +53,6 @@ from model import PRESETS, Llama
 from parallel import World, with_mesh
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
-from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing import processes
 from plumbing.flags import as_json, flag, other_default, values_of, within
@@ -300,6 +299,8 @@ def equal(run: Pretraining) -> str:
 
 
 def plan(asked: Plan) -> str:
+    from perf.plan import Question, plan_cluster  # here, since no other command needs it
+
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     machine = assumed_machine(asked.gpu, asked.link, asked.per_node, "cudnn")
     dtype = as_json(asked.parallel.dtype)

@@ -59,7 +59,7 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     repeats_attention = property(lambda parallel: parallel.checkpointing == "full")
     monkeypatch.setattr(ParallelConfig, "repeats_attention", repeats_attention)
     monkeypatch.delitem(search.ACTIVATIONS, "products")
-    monkeypatch.setattr(bench, "plan_cluster", lambda question, *_: questions.append(question))
+    monkeypatch.setattr("perf.plan.plan_cluster", lambda question, *_: questions.append(question))
     run(frozen["flags"])
     best = min(questions[0].plans(), key=all_plans.order)
     assert best.fits == bool(frozen["plans"])
