@@ -91,11 +91,11 @@ RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
 WAITS = "    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last\n"
 CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
-MESH = "    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))\n"
+MESH = "    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)\n"
 TRANSPOSED = """\
-    pp, replicate, shard, tp = sizes.values()
+    pp, replicate, shard, tp = sizes
     ranks = torch.arange(process.size).view(pp, shard, replicate, tp).transpose(1, 2)
-    mesh = DeviceMesh(kind, ranks, mesh_dim_names=tuple(sizes))
+    mesh = DeviceMesh(kind, ranks, mesh_dim_names=dims)
 """
 TINY = "--model tiny --seq-len 128 --optimizer adamw"
 # fmt: off
