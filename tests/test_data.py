@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -249,6 +250,8 @@ def test_other_formats_are_named_with_a_command_that_converts_them(tmp_path):
         with pytest.raises(UserError, match=f"{path} is {name}: run") as error:
             list(read_pieces([path]))
         command = str(error.value).split("run  ")[1]
+        assert command.startswith("python ")
+        command = command.replace("python", sys.executable, 1)  # which has the packages
         subprocess.run(command, shell=True, check=True)
         converted = path.with_suffix(".jsonl")
         read = [record for *_, record in read_records(converted, "")]
