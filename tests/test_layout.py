@@ -46,7 +46,7 @@ REACH = {  # tokens of code that `import` runs, at most
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
     "top": 29_925, "techniques": 20_600, "costs": 8_770, "perf": 10_615, "runs": 10_915,
-    "files": 13_485, "text": 18_170, "plumbing": 9_175, "labs": 59_950, "tests": 124_860,
+    "files": 13_485, "text": 18_170, "plumbing": 9_175, "labs": 59_950, "tests": 124_930,
     "docs": 6_955,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
