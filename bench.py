@@ -74,7 +74,7 @@ from runs.flags import Pretraining, Run
 from runs.records import Totals
 from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, join, prepare_pretraining, steps_of
-from task import Task
+from runs.task import Task
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.order import Order, Steps

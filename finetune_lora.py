@@ -47,7 +47,7 @@ from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import rules, setup
 from runs.flags import Finetuning
-from task import Task, sample_answers
+from runs.task import Task, sample_answers
 from techniques import nf4
 from text.chat import open_samples
 from text.conversations import conversations

@@ -36,7 +36,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluate import evenly_spaced, return_each_loss, shared_batches
 from finetune_lora import Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
@@ -46,7 +45,8 @@ from plumbing.messages import UserError
 from plumbing.parser import positive_float
 from runs.flags import Finetuning
 from runs.records import Totals
-from task import Task
+from runs.scores import evenly_spaced, return_each_loss, shared_batches
+from runs.task import Task
 from text.batch import Batch
 from text.order import Steps
 from text.packing import Packed

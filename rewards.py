@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evaluate import batch_of, return_each_loss
 from finetune_lora import Script, finetune
 from generate import check_length, generate
 from model import IGNORE
@@ -50,7 +49,8 @@ from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from runs.flags import Finetuning
 from runs.records import Totals
-from task import Task
+from runs.scores import batch_of, return_each_loss
+from runs.task import Task
 from text.batch import Batch
 from text.chat import SHOWN
 from text.conversations import files_of

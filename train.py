@@ -20,7 +20,7 @@ The loop works with six records:
     Job      the model and the data                          runs/setup.py
     World    this process, and its place in the mesh         parallel.py
     Work     the sizes of a step, and how it is split        config.py
-    Task     what a step trains on, and its loss             task.py
+    Task     what a step trains on, and its loss             runs/task.py
     Steps    those still to take, and what each reads        text/order.py
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
@@ -46,7 +46,7 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
 from runs import records, setup
 from runs.flags import Pretraining, Run
-from task import Task, sample_text
+from runs.task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch, as_computed
 
@@ -138,10 +138,10 @@ def accumulate(
 ) -> Tensor:
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
-    `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. Its
-    hooks do all the communication of forward and backward. `loss_of` makes the loss of a microbatch
-    of what the model has computed: a task's `loss`. Returns the sum of the losses, a scalar
-    that is still on the device. In a pipeline all stages but the last return 0."""
+    `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
+    does all the communication of forward and backward. `loss_of` makes the loss of a microbatch of
+    what the model has computed: a task's `loss`. Returns the sum of the losses, a scalar that is
+    still on the device. In a pipeline all stages but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches, loss_of)

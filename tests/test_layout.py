@@ -23,8 +23,9 @@ from plumbing.messages import UserError
 ORDER = """
 bench report
 perf
-train finetune_lora preferences rewards task evaluate generate
+train finetune_lora preferences rewards evaluate
 runs
+generate
 checkpoint
 costs
 files
@@ -42,10 +43,10 @@ plumbing
 DENSITY = {"": 9.5, "techniques": 9.9, "costs": 9.6, "labs": 9.7, "tests": 11.0}
 REACH = {  # tokens of code that `import` runs, at most
     "lora": 11_000, "generate": 40_500, "parallel": 35_000, "data": 26_500, "checkpoint": 37_000,
-    "train": 96_095, "bench": 116_205,
+    "train": 92_840, "bench": 112_650,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 29_925, "techniques": 20_600, "costs": 8_770, "perf": 10_615, "runs": 10_915,
+    "top": 27_830, "techniques": 20_600, "costs": 8_770, "perf": 10_615, "runs": 13_060,
     "files": 13_485, "text": 18_170, "plumbing": 9_175, "labs": 59_950, "tests": 124_930,
     "docs": 6_955,
 }  # fmt: skip
@@ -146,6 +147,10 @@ def test_flags_stop_at_the_door():
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
     assert [name for name, path in inner.items() if "argparse" in path.read_text()] == []
+
+
+def test_the_top_shows_at_most_14_files():
+    assert len([*ROOT.glob("*.py")]) <= 14
 
 
 def test_no_file_is_long():

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig
-from evaluate import row_sums
 from generate import generate
 from model import Llama, LlamaConfig
 from parallel import parallelize, unsharded, with_mesh
 from perf import instruments
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
+from runs.scores import row_sums
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from train import accumulate

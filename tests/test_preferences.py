@@ -19,10 +19,10 @@ from test_train import as_flags, resumes
 from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from checkpoint import write_checkpoint
-from evaluate import evenly_spaced
 from model import IGNORE, Llama, LlamaConfig
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
+from runs.scores import evenly_spaced
 from text.order import Order, Steps, window_of
 from text.packing import Packed
 

@@ -114,10 +114,11 @@ class Batch:
         return replace(self, **changed, target_values=target_values)
 
 
-def as_computed(loss: Tensor, batch: Batch) -> Tensor:
-    """Return the loss of a microbatch as the model computed it: the sum over its targets. Tasks
-    whose loss is another function of the targets have one of their own."""
-    return loss
+def as_computed(computed: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of a microbatch, a sum, given what the model has computed: that sum. A task
+    whose loss is another function has its own, of the loss of each target [B, T] that the model
+    returns after return_each_loss (runs/scores.py)."""
+    return computed
 
 
 def document_starts(positions: Tensor) -> Tensor:

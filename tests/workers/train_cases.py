@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import evaluate
 import model as model_py
 import parallel as parallel_py
 import rewards
@@ -39,8 +38,9 @@ from plumbing.processes import run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewarding, Rewards
+from runs import scores
 from runs.equal import whole_tensor
-from task import Task
+from runs.task import Task
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
@@ -251,7 +251,7 @@ def train(process, case: dict) -> dict:
         batch = share_sequences(batch, world)
     else:
         answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
-        batch = evaluate.batch_of(answers, range(share), world)
+        batch = scores.batch_of(answers, range(share), world)
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)

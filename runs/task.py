@@ -23,15 +23,15 @@ from torch import Tensor
 from config import Work
 from costs.search import fits_unsharded
 from data import local_batch, read_ahead
-from evaluate import Stopped, describe_exam, evaluate, take_exam
 from generate import generate
 from model import Llama
 from parallel import World, unsharded
 from plumbing.messages import print_rank_zero
 from runs.flags import Run
 from runs.records import Totals, described
+from runs.scores import Stopped, describe_exam, evaluate, take_exam
 from runs.setup import Job
-from text.batch import Batch
+from text.batch import Batch, as_computed
 from text.chat import ANSWER_ROOM, SHOWN
 from text.order import Steps
 from text.tokenizer import Tokenizer
@@ -66,10 +66,7 @@ class Task:
         read = partial(local_batch, steps.order, self.world, self.job.train_set)
         return read_ahead(read, steps.to_do, self.world.device)
 
-    def loss(self, computed: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a microbatch, a sum. `computed` is what the model has returned: the
-        sum over its targets or, after return_each_loss, the loss of each target, [B, T]."""
-        return computed
+    loss = staticmethod(as_computed)  # (computed, batch), for each microbatch
 
     def count(self, batch: Batch) -> Tensor:
         """Return by what a step divides its loss: the number of targets of this rank's batch."""
