@@ -109,7 +109,7 @@ class Comparison:
     dora: bool = flag(False, "with --lora: train the lengths of rows too")
     base_bits: int = flag(16, "with --lora: 4 keeps the frozen matrices of the blocks in 4 bits",
                           type=int, choices=[16, 4])
-    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], told=dict(dtype="float32"),
+    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
                                       dtype=torch.float32)
     json: Path | None = flag(None, "file for the results as JSON", **JSON)
 

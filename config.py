@@ -2,7 +2,7 @@
 
 A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
 measures. The field also decides the flag's help, the command that a plan prints, the values that
-tests combine, and whether a resumed run may change it. costs/search.py lists what `bench.py plan`
+tests combine, and whether a resumed run may change it. costs/plans.py lists what `bench.py plan`
 searches.
 
 A Work is one step of training: a model, how it is split, and the sequences of the step. Techniques

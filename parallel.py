@@ -359,11 +359,13 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
-    yield
-    for module in modules:
-        module.reshard()
-        reshards = parallel.reshard != "none" and module is not model
-        module.set_reshard_after_forward(reshards, recurse=False)
+    try:
+        yield
+    finally:  # a signal may have ended the evaluation
+        for module in modules:
+            module.reshard()
+            reshards = parallel.reshard != "none" and module is not model
+            module.set_reshard_after_forward(reshards, recurse=False)
 
 
 # --------------------------------------------------------------------------- tensor parallelism

@@ -56,16 +56,16 @@ def other_default(base: type, name: str, default):
     )
 
 
-def within(kind: type, names: Iterable[str] | None = None, group: str = "", told=(), **unset):
+def within(kind: type, names: Iterable[str] | None = None, group: str = "", shown=(), **defaults):
     """Return a field that holds another record. Its fields, or those in `names`, are flags of this
-    command. Where a flag is missing, the field is as `unset` says, or else as in any command;
-    `told` has defaults for the help."""
+    command. Where a flag is missing, the field holds what `defaults` has for it, or else what it
+    holds in any command. `shown` has what the help calls a default, by name."""
     specs = flags_in(kind)
     names = [*(specs if names is None else names)]
     values = {name: spec.unset for name, spec in specs.items() if spec.unset is not SAME_AS_DEFAULT}
     return dataclasses.field(
-        default=kind(**values | unset),
-        metadata={"names": names, "group": group, "told": dict(told)},
+        default=kind(**values | defaults),
+        metadata={"names": names, "group": group, "shown": dict(shown)},
     )
 
 

@@ -106,10 +106,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             add(f.name, f.metadata["flag"], f.default)
         for name in f.metadata.get("names", ()):
             spec = flags_in(type(f.default))[name]
-            if name in f.metadata["told"]:
+            if name in f.metadata["shown"]:
                 without_default = spec.help.partition(" (default")[0]
-                told = f.metadata["told"][name]
-                spec = spec._replace(help=f"{without_default} (default: {told})")
+                shown = f.metadata["shown"][name]
+                spec = spec._replace(help=f"{without_default} (default: {shown})")
             group = spec.group or f.metadata["group"]
             add(name, spec._replace(group=group), getattr(type(f.default), name))
 

@@ -256,18 +256,16 @@ def build(
 def facts_of(job: Job, work: Work, steps: Steps) -> dict:
     """Return what a run has found out and, for each flag that was left open, the value that was
     chosen; for OUT/config.json and checkpoints."""
-    found = {"init": str(job.base)} if job.base else {}
-    return (
-        values_of(work.parallel)
-        | found
-        | {
-            "lr": job.lr,
-            "steps": steps.last,
-            "microbatch": work.microbatch,
-            "data_checksum": job.data_checksum,
-            "token_offset": steps.order.token_offset,
-        }
-    )
+    facts = values_of(work.parallel)
+    if job.base:
+        facts["init"] = str(job.base)
+    return facts | {
+        "lr": job.lr,
+        "steps": steps.last,
+        "microbatch": work.microbatch,
+        "data_checksum": job.data_checksum,
+        "token_offset": steps.order.token_offset,
+    }
 
 
 def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
@@ -277,11 +275,12 @@ def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
     steps = Steps(0, job.last_step, run.skip_steps, order)
     if not newest:
         return steps
-    checkpoint = newest_undamaged(newest)
-    before = read_config(checkpoint)
+    undamaged = newest_undamaged(newest)
+    before = read_config(undamaged)
     had = {"token_offset": 0} | before["flags"] | before.get("facts", {})  # old runs have no facts
     have = values_of(run) | facts_of(job, work, steps)
-    records.warn_about_changed_flags(had, have, kept_flags(type(run)))
+    may_change = {name for name, spec in all_flags(type(run)).items() if spec.keeps}
+    records.warn_about_changed_flags(had, have, may_change)
     done, last = before["step"], job.last_step
     old_order = Order(had["batch"], had["seq_len"], had["seed"], had["token_offset"])
     offset = old_order.tokens_done(done) - order.tokens_done(done)
@@ -290,12 +289,7 @@ def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
         while last in run.skip_steps:  # the last step saves, so it is not left out
             last -= 1
     order = replace(order, token_offset=offset)
-    return Steps(done, last, run.skip_steps, order, checkpoint)
-
-
-def kept_flags(kind: type) -> set[str]:
-    """Return the flags of a kind of run that a resume may change."""
-    return {name for name, spec in all_flags(kind).items() if spec.keeps}
+    return Steps(done, last, run.skip_steps, order, undamaged)
 
 
 def load(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -> None:
