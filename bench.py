@@ -256,10 +256,9 @@ def step(asked: Measurement, run: Run) -> str:
     steps = steps_of(run, job, work, newest=None)
     task.begin(steps)
     with contextlib.closing(batches_without_end(task, steps)) as batches:
-        options = dict(clip=run.clip, before_step=task.before_step)
-        options |= dict(loss_of=task.loss, count_of=task.count)
+        options = dict(clip=run.clip, loss_of=task.loss, count_of=task.count)
         given = runner, optimizer, batches, work.microbatch
-        training = Training(world, job.model, *given, **options)
+        training = Training(world, job.model, *given, before_step=task.before_step, **options)
         return measure_step(training, work, asked.repeats, asked.json)
 
 

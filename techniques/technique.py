@@ -29,8 +29,8 @@ What is set on objects of others, by one file for another:
     model.loss        chunked_loss.py computes it in chunks
     model.vocabulary  parallel.py makes it that of a shard
     module.forward    replaced by what recomputes, compiles, sends or computes by stages
-    layer.product     replaced by that of shards, in chunks with --async-tp (async_tp.py)
-    layer.saves_chunks  async_tp.py: whether a layer marks its chunks itself, as recompute.py asks
+    layer.product     replaced by that of shards, or of chunks of the tokens
+    layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
     layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates
     parameter.copies  pipeline.py: in how many stages it is, for the norm of the gradient
@@ -40,7 +40,8 @@ What is set on objects of others, by one file for another:
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Operators that return a matrix product (all_to_all_single: in async TP). Techniques add theirs.
+# Operators that return a matrix product (all_to_all_single: a sum of products that are sent in
+# chunks). Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 
 
