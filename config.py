@@ -138,6 +138,16 @@ class ParallelConfig:
         return self.pp * self.replicate * self.shard * self.tp
 
     @property
+    def data_size(self) -> int:
+        """Number of shares of a batch; ranks along tp, cp and pp work on one share together."""
+        return max(1, self.replicate * self.shard // self.cp)  # too few ranks are refused later
+
+    @property
+    def multiple_of_tokens(self) -> int:
+        """Ranks share the tokens of a sequence evenly if their number is a multiple of this."""
+        return 2 * self.cp * self.tp
+
+    @property
     def expert_shard(self) -> int:
         """Number of ranks over which FSDP shards the experts that --ep leaves on a rank."""
         return max(1, self.shard * self.tp // self.ep)
@@ -282,8 +292,7 @@ class Work:
     @property
     def sequences(self) -> int:
         """Sequences that a rank works on in a step; ranks along cp share theirs."""
-        parallel = self.parallel
-        return self.batch * parallel.cp // (parallel.replicate * parallel.shard)
+        return self.batch // self.parallel.data_size
 
     @property
     def microbatches(self) -> int:

@@ -87,8 +87,7 @@ def load_split(
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     bfloat16 = process.minimum(has_bfloat16(process.device))
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
-    data_ranks = max(1, process.size // (parallel.tp * parallel.pp * parallel.cp))
-    sizes = asked.microbatch * data_ranks, seq_len, asked.microbatch
+    sizes = None, seq_len, asked.microbatch
     with torch.device("meta"):
         model = Llama(config)
     document = seq_len if asked.chat else 0

@@ -94,12 +94,11 @@ class World(Process):
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch; ranks along tp, cp and pp work on one share together."""
-        return self.parallel.replicate * self.parallel.shard // self.parallel.cp
+        return self.parallel.data_size
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch, below data_size."""
+        """Index of this rank's share of a batch: one of data_size."""
         replica = self.mesh.get_local_rank("replicate")
         shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp

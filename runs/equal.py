@@ -227,7 +227,7 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
     one_by_one = partial(accumulate, microbatch=1)
     for n_layers, length, packed in cases:
         small = small_config(config, n_layers, tp)
-        T = math.ceil(length / (2 * cp * tp)) * 2 * cp * tp  # tokens that ranks share evenly
+        T = math.ceil(length / parallel.multiple_of_tokens) * parallel.multiple_of_tokens
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
         try:

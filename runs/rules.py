@@ -59,19 +59,21 @@ def requested_work(
     parallel: ParallelConfig,
     model: Llama,
     process: Process,
-    batch: int,
+    batch: int | None,
     seq_len: int,
     microbatch: int | None = None,
     **more,
 ) -> Work:
     """Return a step as the flags ask for it: `dp` may still be "auto", and until it is chosen all
-    ranks of data parallelism count as replicas. `more` are other fields of Work."""
+    ranks of data parallelism count as replicas. Without a `batch` a step is one microbatch of each
+    share. `more` are other fields of Work."""
     data_ranks = max(1, process.size // (parallel.tp * parallel.pp))  # 0 is refused later
+    parallel = replace(parallel, replicate=data_ranks)
     return Work(
         model,
-        replace(parallel, replicate=data_ranks),
-        batch,
-        microbatch or batch * parallel.cp // data_ranks,
+        parallel,
+        batch or microbatch * parallel.data_size,
+        microbatch or batch // parallel.data_size,
         seq_len,
         on_gpu=process.device.type == "cuda",
         **more,
@@ -157,7 +159,7 @@ def check_batch(work: Work) -> None:
         raise UserError(
             f"--seq-len {work.seq_len} exceeds the model's maximum: --seq-len {longest}"
         )
-    ranks = work.parallel.replicate * work.parallel.shard // work.parallel.cp
+    ranks = work.parallel.data_size
     if work.batch % ranks:
         raise UserError(
             f"--batch {work.batch} is no multiple of the {ranks} ranks that share it: "

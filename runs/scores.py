@@ -85,7 +85,7 @@ def shared_batches(
 def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
     """Return this rank's tokens of some rows, on its device."""
     if isinstance(dataset, Rows):  # ranks share a row's tokens
-        batch = dataset.batch(rows, multiple=2 * world.parallel.cp * world.parallel.tp)
+        batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
     else:
         batch = dataset.batch(rows)
     return share_sequences(batch, world).to(world.device)
