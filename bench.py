@@ -49,7 +49,8 @@ from costs.search import with_mesh_sizes
 from data import local_batch
 from finetune_lora import Script
 from lora import LoRA
-from model import PRESETS, Llama
+from model import Llama
+from models.family import find_preset
 from parallel import World, with_mesh
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
@@ -70,7 +71,7 @@ from plumbing.parser import (
 from plumbing.processes import Process
 from runs import rules
 from runs.equal import compare_steps
-from runs.flags import Pretraining, Run
+from runs.flags import Pretraining, Run, pretraining
 from runs.records import Totals
 from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, join, prepare_pretraining, steps_of
@@ -98,7 +99,7 @@ class Comparison:
         "transformers' model and peft's adapters. All are in memory at once (default for compare: "
         "strategies, and ways to keep activations; for limit: bare transformers one)",
         is_positional=True, nargs="*", metavar="CONTESTANT")
-    model: str = flag("tiny", "preset", choices=PRESETS)
+    model: str = flag("tiny", "preset, or FILE.py", metavar="NAME")
     batch: int = flag(8, "sequences per step, over all processes")
     microbatch: int | None = flag(1, "sequences that a process computes at a time (default: 1; "
                                   "for limit: all)", type=positive_int)
@@ -148,7 +149,7 @@ class Measurement:
 class Plan:
     """Predicted cost of every way to distribute a model over a cluster."""
 
-    model: str = flag("llama3.1-8b", "preset", choices=PRESETS)
+    model: str = flag("llama3.1-8b", "preset, or FILE.py", metavar="NAME")
     gpus: int = flag(8, "GPUs of the whole cluster")
     per_node: int = flag(8, "GPUs of a node")
     gpu: str = flag("h100", f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, memory "
@@ -193,7 +194,7 @@ def model_of(asked: Comparison | Plan) -> Llama:
     if not asked.lora and (asked.dora or asked.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
     lora = LoRA(asked.rank, dora=asked.dora) if asked.lora else None
-    return build_on_meta(PRESETS[asked.model], lora, base_bits=asked.base_bits)
+    return build_on_meta(find_preset(asked.model), lora, base_bits=asked.base_bits)
 
 
 def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
@@ -227,7 +228,7 @@ def compare(asked: Comparison) -> str:
 def script_of_step(words: list[str]) -> Script:
     """Return the script that `bench.py step` measures, from the words of its command line."""
     if "--lora" not in words:
-        return Script(Pretraining, open_data=None)
+        return Script(pretraining(words), open_data=None)
     after = [*words, ""][words.index("--lora") + 1]
     return SCRIPTS.get(after, finetune_lora.SCRIPT)
 
@@ -339,6 +340,7 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
     kinds["step"].append(script_of_step(words).run)
+    kinds["equal"] = [pretraining(words)]
     for name in COMMANDS:
         of_command = subparsers.add_parser(name, allow_abbrev=False)
         for kind in kinds[name]:

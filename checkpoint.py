@@ -30,7 +30,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,6 +67,7 @@ from files.save_checks import (
 )
 from lora import LoRA, adapter_settings, adapters
 from model import Llama, LlamaConfig
+from models.family import family_of
 from plumbing.devices import use_gpu_in_thread
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.new_files import remove
@@ -143,7 +144,7 @@ class Saver(contextlib.AbstractContextManager):
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
-        small_logits()
+        small_logits(family_of(model.config))
         weights = adapters(model) if self.lora else weights_of(model)
         self.size = checkpoint_bytes(weights, optimizer, self.group)
         check_disk(out, self.size, self.group)
@@ -225,9 +226,8 @@ class Saver(contextlib.AbstractContextManager):
         if self.lora:
             base = Path(self.facts["init"]).resolve()
             save_adapter(snapshot.hidden, self.lora, config, snapshot.factors, str(base))
-        metadata = {"model": asdict(config), "step": snapshot.step}
-        metadata |= {"flags": self.flags, "facts": self.facts}
-        directories.complete(snapshot.hidden, metadata, self.tokenizer, digests)
+        metadata = {"step": snapshot.step, "flags": self.flags, "facts": self.facts}
+        directories.complete(snapshot.hidden, config, metadata, self.tokenizer, digests)
         os.rename(snapshot.hidden, snapshot.final)
         directories.sync(self.out)
         note_checkpoint(snapshot.final.name)
@@ -316,8 +316,7 @@ def write_checkpoint(
     with directories.new_directory(target) as temporary:
         directories.save_stored_tensors(stored, temporary / "weights")
         digests = directories.checksums(temporary, (temporary / "weights").glob("__*"))
-        metadata = {"model": asdict(config), "step": 0, "flags": flags}
-        directories.complete(temporary, metadata, tokenizer, digests)
+        directories.complete(temporary, config, {"step": 0, "flags": flags}, tokenizer, digests)
 
 
 def export_weights(
@@ -342,8 +341,8 @@ def export_weights(
     with directories.new_directory(target) as temporary:
         if format == "gguf":
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
-            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm", "qkv_bias")
-            read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
+            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim")
+            read_back = type(config)(**{name: getattr(config, name) for name in fields})
         else:
             formats.save_hf(temporary, config, stored, tokenizer)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's

@@ -89,13 +89,13 @@ def load_split(
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     sizes = None, seq_len, asked.microbatch
     with torch.device("meta"):
-        model = Llama(config)
+        model = config.build()
     document = seq_len if asked.chat else 0
     work = requested_work(parallel, model, process, *sizes, document=document)
     check_parallel(work, asked.parallel.shard, process)
     check_work(work, *techniques)  # add_adapters could not make layers in 4 bits of other sizes
     with torch.device("meta"):
-        model = Llama(config)  # another one, since the model of a Work is never changed
+        model = config.build()  # another one, since the model of a Work is never changed
         if adapter or bits == 4:
             add_adapters(model, lora, bits)
     model.requires_grad_(False)

@@ -131,7 +131,7 @@ def prepare(
         techniques += (nf4.TECHNIQUE,)
     rules.check_training_flags(run, parallel, base["model"], process, *techniques)
     with torch.device("meta"):
-        model = Llama(base["model"])
+        model = base["model"].build()
         if run.adapters:
             layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
             # A changed model.py may lack some of the targets.

@@ -20,14 +20,11 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from techniques.experts import GroupedLinear, MixtureOfExperts
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 
@@ -51,11 +48,11 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-    qk_norm: bool = False  # a norm of each query and key, as in Qwen3
-    qkv_bias: bool = False  # wq, wk and wv have a bias, as in Qwen2
-    n_experts: int = 0  # X feed-forwards of width F in a block; 0 means a single one
-    top_k: int = 2  # K, how many of them a token uses (techniques/experts.py)
-    balance: str = "bias"  # what makes tokens use experts equally, or "none"
+
+    # No fields, but what costs and refusals ask about a block; files of models/ answer otherwise.
+    n_experts = 0  # feed-forwards that a router chooses from
+    ffn_uses = 1  # feed-forwards of width F that a token uses
+    normed_dim = 0  # features that a block normalizes beside the residual stream
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -70,12 +67,10 @@ class LlamaConfig:
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
                 f"choose n_kv_heads that divides {self.n_heads}"
             )
-        if self.balance not in ("bias", "none"):
-            raise ValueError(f"balance {self.balance}: choose bias or none")
-        if self.n_experts and not 2 <= self.top_k <= self.n_experts:
-            raise ValueError(  # a softmax of one score is 1, from which no router would learn
-                f"top_k {self.top_k} of n_experts {self.n_experts}: choose 2 to n_experts as top_k"
-            )
+
+    def build(self) -> "Llama":
+        """Return the model of this configuration, without values."""
+        return Llama(self)
 
     @property
     def q_dim(self) -> int:
@@ -84,10 +79,6 @@ class LlamaConfig:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
-
-    @property
-    def ffn_uses(self) -> int:
-        return self.top_k if self.n_experts else 1  # feed-forwards that a token uses
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
@@ -102,7 +93,6 @@ PRESETS = {
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),
-    "tiny-experts": LlamaConfig(96, 4, 4, 2, 144, 2048, tie_embeddings=True, n_experts=8),
     # As published by Meta: D, layers, H, F; KV is 8.
     "llama3-8b": _llama(4096, 32, 32, 14_336, max_seq_len=8192),
     "llama3.2-1b": _llama(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
@@ -110,12 +100,7 @@ PRESETS = {
     "llama3.1-8b": _llama(4096, 32, 32, 14_336, rope_scaling=8.0),
     "llama3.1-70b": _llama(8192, 80, 64, 28_672, rope_scaling=8.0),
     "llama3.1-405b": _llama(16_384, 126, 128, 53_248, rope_scaling=8.0),
-    # As published by Mistral and Qwen: D, layers, H, KV, F, V, longest sequence, norm_eps, theta.
-    "mixtral-8x7b": LlamaConfig(4096, 32, 32, 8, 14_336, 32_000, 32_768, 1e-5, 1e6, n_experts=8,
-                                balance="none"),
-    "qwen3-30b-a3b": LlamaConfig(2048, 48, 32, 4, 768, 151_936, 40_960, 1e-6, 1e6, head_dim=128,
-                                 qk_norm=True, n_experts=128, top_k=8, balance="none"),
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------------ RoPE and attention masks
@@ -219,6 +204,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
+    initial_value = 1.0  # see init_weights
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
@@ -236,24 +223,35 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)
-        self.wk = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
-        self.wv = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.wo = nn.Linear(config.q_dim, config.dim, bias=False)
-        norm = partial(RMSNorm, config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        B, T, _ = x.shape
-        # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them.
-        # Code for one head, such as q[:, :, 0], would then change a different head on each rank.
-        q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
-        k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
+        q = rotate(self.queries(x), cos, sin)  # [B, T, H, E]
+        k = rotate(self.keys(x), cos, sin)  # [B, T, KV, E]
+        v = self.values(x)  # [B, T, KV, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
-        return self.wo(attend(q, k, v, mask).flatten(2))  # [B, T, D]
+        return self.wo(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
+
+    def queries(self, x):
+        return self.heads(self.wq(x))
+
+    def keys(self, x):
+        return self.heads(self.wk(x))
+
+    def values(self, x):
+        return self.heads(self.wv(x))
+
+    def heads(self, features):
+        # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them.
+        # Code for one head, such as q[:, :, 0], would then change a different head on each rank.
+        return features.unflatten(-1, (-1, self.head_dim))
+
+    def attend(self, q, k, v, mask):
+        return attend(q, k, v, mask)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -276,13 +274,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    attention_type, feed_forward_type = Attention, FeedForward  # files of models/ have others
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = self.attention_type(config, layer)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        mixture = partial(MixtureOfExperts, swiglu=swiglu)
-        self.feed_forward = (mixture if config.n_experts else FeedForward)(config)
+        self.feed_forward = self.feed_forward_type(config)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
@@ -299,6 +298,7 @@ class Llama(nn.Module):
 
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
+    block_type = Block
     writes_to_stream = ()  # init_weights reads it from each module with layers
 
     def __init__(self, config: LlamaConfig):
@@ -308,7 +308,8 @@ class Llama(nn.Module):
         self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same sum in chunks
         self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism replaces it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
+        blocks = {str(i): self.block_type(config, i) for i in range(config.n_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
@@ -364,9 +365,10 @@ class Llama(nn.Module):
         """Draw each parameter's initial value on `device`, and call assign(parameter, value).
         `assign` may store only this rank's shard. lora.py initializes adapters and 4-bit matrices.
 
-        Norms start at 1, biases at 0, matrices at normal(0, 0.02). Matrices that write to the
-        residual stream are divided by sqrt(2 L), so that the sum of their 2 L outputs starts as
-        large as one undivided output (Radford et al. 2019). Values depend on seed, name and shape
+        Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
+        at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
+        so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
+        2019). Values depend on seed, name and shape
         alone, however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
@@ -374,17 +376,28 @@ class Llama(nn.Module):
                 continue
             parent_path, _, layer_name = path.rpartition(".")
             parent, layer = self.get_submodule(parent_path), self.get_submodule(path)
-            value = torch.ones(parameter.shape, device=device or parameter.device)
-            matrices = nn.Linear, nn.Embedding, GroupedLinear
-            if attribute == "weight" and isinstance(layer, matrices):
+            value = torch.empty(parameter.shape, device=device or parameter.device)
+            initial_value = initial_value_of(layer, attribute)
+            if initial_value is None:
+                raise ValueError(f"{name} has no initial value: give its layer an initial_value")
+            if initial_value == "normal":
                 adds_to_stream = layer_name in parent.writes_to_stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))
-            elif attribute == "bias":
-                value.zero_()
-            elif not isinstance(layer, (RMSNorm, nn.RMSNorm)):
-                raise ValueError(f"{name} has no initial value: give it one in Llama.init_weights")
+            else:
+                value.fill_(initial_value)
             assign(parameter, value.to(parameter.dtype))
+
+
+def initial_value_of(layer: nn.Module, attribute: str) -> float | str | None:
+    """Return the number with which a parameter starts, or "normal"; None if nothing says it."""
+    if attribute == "bias":
+        return 0.0
+    if attribute == "weight" and isinstance(layer, nn.Linear | nn.Embedding):
+        return "normal"
+    if attribute == "weight" and isinstance(layer, nn.RMSNorm):
+        return 1.0
+    return getattr(layer, "initial_value", None)
 
 
 def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator:

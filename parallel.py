@@ -33,6 +33,7 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 """
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -48,7 +49,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from config import ParallelConfig, Work
-from model import Llama, Vocabulary, sum_of_losses
+from model import Llama, LlamaConfig, Vocabulary, sum_of_losses
+from models.family import Family, family_of
 from plumbing.devices import connect, widest_float
 from plumbing.messages import UserError
 from plumbing.processes import Process
@@ -68,7 +70,6 @@ from techniques import (
 )
 from techniques.parallel_layers import (
     COLUMNS,
-    HEAD_NORM,
     NORM,
     REPLICATED,
     ROWS,
@@ -369,7 +370,8 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- tensor parallelism
 
-# The style of every layer that has parameters; * is any number. Unused entries are ignored.
+# The style of every layer of a Llama that has parameters; * is any number. The file of another
+# model adds those of its layers. Unused entries are ignored.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
@@ -379,23 +381,25 @@ PLAN = {
     "layers.*.attention.wq": COLUMNS,
     "layers.*.attention.wk": COLUMNS,
     "layers.*.attention.wv": COLUMNS,
-    "layers.*.attention.q_norm": HEAD_NORM,
-    "layers.*.attention.k_norm": HEAD_NORM,
     "layers.*.attention.wo": ROWS,
     "layers.*.ffn_norm": NORM,
     "layers.*.feed_forward": GatherTokens(),
     "layers.*.feed_forward.w1": COLUMNS,
     "layers.*.feed_forward.w3": COLUMNS,
     "layers.*.feed_forward.w2": ROWS,
-    **expert_parallel.PLAN,  # of a feed-forward with experts
     "norm": NORM,
     "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
 }
 
 
-def style_of(path: str) -> ParallelStyle | None:
+@functools.cache
+def plan_of(family: Family) -> dict[str, ParallelStyle]:
+    return PLAN | family.plan()
+
+
+def style_of(path: str, config: LlamaConfig) -> ParallelStyle | None:
     """Return the style of the layer at `path`: layers.3.ffn_norm is layers.*.ffn_norm in PLAN."""
-    return PLAN.get(re.sub(r"\.\d+\b", ".*", path))
+    return plan_of(family_of(config)).get(re.sub(r"\.\d+\b", ".*", path))
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> None:
@@ -444,7 +448,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
         )
     styles = {}
     for path, layer in model.named_modules():
-        style = style_of(path)
+        style = style_of(path, model.config)
         planned_dims(style, path, layer)  # raises for what PLAN does not cover
         if style and any(True for _ in layer.parameters()):  # nn.Identity has none
             styles[path] = async_tp.in_chunks(style) if in_chunks else style

@@ -29,6 +29,7 @@ Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to
 import plumbing.endings  # first, for Ctrl-C during the imports
 import math
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,14 +46,14 @@ from plumbing.flags import values_of
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
 from runs import records, setup
-from runs.flags import Pretraining, Run
+from runs.flags import Run, pretraining
 from runs.task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch, as_computed
 
 
 def main() -> None:
-    run = parse(Pretraining)
+    run = parse(pretraining(sys.argv[1:]))
     run.check()
     process, parallel = setup.join(run)  # with the processes that torchrun has started
     job = setup.prepare_pretraining(run, parallel, process)  # the data, the model on meta

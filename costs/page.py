@@ -48,9 +48,7 @@ def saved(work: Work, more: float = 0.0) -> Saved:
     trains_all = work.model.tok_embeddings.weight.requires_grad
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
-    normed = 2 * D  # what norms take: x, twice; and with QK-norm q and k
-    if c.qk_norm:
-        normed += Q + KV
+    normed = 2 * D + c.normed_dim  # what norms take: x, twice; and what else a block normalizes
     keys = 2 * p.cp * KV  # k and v; with a mask they are repeated for each query head
     if work.mask_width:
         keys = (2 * p.cp + 1) * Q if p.cp > 1 else 2 * Q  # --cp: up to the end of each chunk
@@ -60,8 +58,7 @@ def saved(work: Work, more: float = 0.0) -> Saved:
     shared = 2 * stream  # inputs of two norms
     shared += 2 * Q + keys  # q and attention's output; k and v
     shared += 3 * F  # gate, up and their product
-    if c.qk_norm:
-        shared += Q + KV
+    shared += c.normed_dim
     if p.cp == 1:
         whole += work.mask_width  # each block converts the mask of documents
     if several:
@@ -258,7 +255,11 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     p = work.parallel
     m = work.microbatches
     g = p.grad_bytes
-    trained = [local for local in shapes_on_rank(part, "", p.tp) if local.parameter.requires_grad]
+    trained = [
+        local
+        for local in shapes_on_rank(part, "", part.config, p.tp)
+        if local.parameter.requires_grad
+    ]
     sums = m if p.reshard == "all" else 1  # how often gradients are summed over ranks
     if p.strategy.uses_fsdp:
         root, *of_blocks = units(part, p, p.shard)
@@ -326,7 +327,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     neighbours += references * (p.stages_per_rank - is_last)
     yield "pp", "send", m * neighbours, x
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
-        embedding = size_on_rank(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)
+        embedding = size_on_rank(part.tok_embeddings, "tok_embeddings", c, p.tp, w, p.shard)
         own = embedding.trained // p.shard
         yield "pp", "send", int(own > 0), own * p.grad_bytes
 

@@ -96,8 +96,7 @@ def moved_bytes(work: Work) -> float:
     several = c.ffn_uses > 1
     elements = 10 * D  # norms 4 D, residual sums 6 D
     elements += 2 * (c.q_dim + c.kv_dim)  # RoPE
-    if c.qk_norm:
-        elements += 2 * (c.q_dim + c.kv_dim)
+    elements += 2 * c.normed_dim
     elements += 3 * c.ffn_dim * c.ffn_uses  # SwiGLU
     if several:
         elements += 8 * D * c.ffn_uses  # rows that are copied to experts, and added up again

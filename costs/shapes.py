@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from config import ParallelConfig
-from model import Llama
+from model import Llama, LlamaConfig
 from parallel import style_of
 from techniques.parallel_layers import planned_dims
 
@@ -42,13 +42,13 @@ class Unit(NamedTuple):
 
 
 @functools.lru_cache(256)
-def shapes_on_rank(module: nn.Module, path: str, tp: int) -> list[LocalShape]:
+def shapes_on_rank(module: nn.Module, path: str, config: LlamaConfig, tp: int) -> list[LocalShape]:
     """Return the parameters of the module at `path` of a model, as one of `tp` ranks has them.
     Raises UserError for one that PLAN does not cover."""
     found = {}  # a tied matrix is one parameter
     for below, layer in module.named_modules():
         place = ".".join(filter(None, (path, below)))
-        dims = planned_dims(style_of(place), place, layer) if tp > 1 else {}
+        dims = planned_dims(style_of(place, config), place, layer) if tp > 1 else {}
         for name, parameter in layer.named_parameters(recurse=False):
             shape = list(parameter.shape) or [1]
             dim = dims.get(name)
@@ -59,11 +59,13 @@ def shapes_on_rank(module: nn.Module, path: str, tp: int) -> list[LocalShape]:
 
 
 @functools.lru_cache(4096)
-def size_on_rank(module: nn.Module, path: str, tp: int, weight_bytes: int, shards: int) -> Size:
+def size_on_rank(
+    module: nn.Module, path: str, config: LlamaConfig, tp: int, weight_bytes: int, shards: int
+) -> Size:
     """Return the size of the module at `path` on one of `tp` ranks. A frozen element takes
     `weight_bytes`, or one byte if it is a code. FSDP pads rows to a multiple of `shards`."""
     trained = frozen = 0
-    for parameter, (rows, *columns), _ in shapes_on_rank(module, path, tp):
+    for parameter, (rows, *columns), _ in shapes_on_rank(module, path, config, tp):
         padded_rows = math.ceil(rows / shards) * shards
         elements = padded_rows * math.prod(columns)
         if parameter.requires_grad:
@@ -80,7 +82,7 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     under --ep also the experts of the blocks."""
     L = len(part.layers)
     number, first_block = next(iter(part.layers.items()))
-    options = parallel.tp, parallel.weight_bytes, shards
+    options = part.config, parallel.tp, parallel.weight_bytes, shards
     block = size_on_rank(first_block, f"layers.{number}", *options)
     root = size_on_rank(part, "", *options).without(block, copies=L)
 
@@ -96,7 +98,7 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     experts = first_block.feed_forward.experts
     path = f"layers.{number}.feed_forward.experts"
     block = block.without(size_on_rank(experts, path, *options))
-    options = parallel.ep, parallel.weight_bytes, parallel.expert_shard
+    options = part.config, parallel.ep, parallel.weight_bytes, parallel.expert_shard
     of_experts = size_on_rank(experts, path, *options)
     return [unit(1, root), unit(L, block), unit(L, of_experts, "expert_")]
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # From what is run to what everything needs: a folder imports only from those that come after it.
-FOLDERS = ". perf runs costs files techniques text plumbing labs labs/machinery docs tests".split()
+FOLDERS = (
+    ". perf runs costs files models techniques text plumbing labs labs/machinery docs tests".split()
+)
 HEAD = """# The map
 
 Every file with the first line of its docstring, made by `python docs/map.py`. A folder imports

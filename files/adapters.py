@@ -184,7 +184,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         targets=tuple(target for name, target in targets.items() if name in in_file),
     )
     with torch.device("meta"):
-        model = Llama(config)
+        model = config.build()
         add_adapters(model, lora)
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
     # A matrix without factors is not adapted: they are zero. But DoRA's magnitudes would not be.

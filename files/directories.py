@@ -36,11 +36,12 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file
-from files.formats import is_hf, is_meta, llama_config, note, open_hf, open_meta
+from files.formats import checked_config, is_hf, is_meta, note, open_hf, open_meta
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
+from models.family import families, family_named, family_of
 from plumbing.json_files import JsonFile
 from plumbing.messages import Progress, UserError, print_rank_zero
 from plumbing.new_files import hidden_until_complete, remove
@@ -121,17 +122,26 @@ def read_config(directory: Path) -> dict:
     path = metadata_file(directory)
     verify(directory, path.name, "tokenizer.", *SETTINGS)
     content = JsonFile(path)
-    default = LlamaConfig()
     saved = content.checked("model", content["model"], dict)
+    digest = content.checked("digest", content.get("digest", ""), str)
+    if "family" in content:
+        family = signed = family_named(content.checked("family", content["family"], str), digest)
+    else:
+        from files.old_models import family_of_old  # here, since only an old checkpoint needs it
+
+        family = family_of_old(content, saved)
+        signed = families()["llama"]  # whose logits all checkpoints had
+    default = family.config()
     # Defaults need no check, which would refuse the 0 of a field that somebody has added.
-    fields = {name: value for name, value in saved.items() if value != getattr(default, name, ...)}
+    changed = {name: value for name, value in saved.items() if value != getattr(default, name, ...)}
     content.checked("step", content["step"], int, above=-1)
     content.checked("flags", content["flags"], dict)
     content.checked("tokenizer", content["tokenizer"] or "", str)
     logits = content.checked("logits", content["logits"] or [], list)
     logits = [content.checked("logits", value, float, above=-(2**31)) for value in logits]
-    warn_of_other_code(directory, tuple(logits) or None)
-    metadata = content | {"model": llama_config(content, **fields), "directory": directory}
+    warn_of_other_code(directory, signed, tuple(logits) or None, digest)
+    config = checked_config(content, family.config, **changed)
+    metadata = content | {"model": config, "directory": directory}
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
         metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
@@ -176,6 +186,8 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, Weights]:
 
 def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
     """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
+    if type(theirs) is not type(ours):
+        return f"a model of family {family_of(theirs).name}, not {family_of(ours).name}"
     our_fields = asdict(ours)
     differences = []
     for name, value in asdict(theirs).items():
@@ -203,15 +215,20 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, digests: dict) -> None:
+def complete(
+    directory: Path, config: LlamaConfig, metadata: dict, tokenizer: Tokenizer | None, digests: dict
+) -> None:
     """Turn a directory with weights/ or an adapter into a checkpoint, and flush it to disk.
 
-    Adds the tokenizer, a file with the metadata and, last, SHA256SUMS in the format of the
+    Adds to the metadata what the model is, and the logits of its family's small model. Adds the
+    tokenizer, a file with the metadata and, last, SHA256SUMS in the format of the
     command sha256sum; its last line is a comment with the digest of those above it. `digests` are
     those of the files in weights/ and optimizer/, which DCP has synced."""
+    family = family_of(config)
+    of_model = {"model": asdict(config), "family": family.name, "digest": family.digest}
     no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
-    metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
-    metadata["logits"] = small_logits()
+    of_tokenizer = tokenizer.save(directory) if tokenizer else no_tokenizer
+    metadata = of_model | metadata | of_tokenizer | {"logits": small_logits(family)}
     metadata_file(directory).write_text(json.dumps(metadata, indent=1, default=str), "utf-8")
     small = [path for path in directory.glob("*") if path.is_file()]
     digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
-from model import KVCache, Llama, LlamaConfig
+from model import KVCache, LlamaConfig
+from models.family import families, family_of
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
 from text.vocabulary import Tokenizer
@@ -38,8 +39,6 @@ HF_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
@@ -61,8 +60,8 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
 
 def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
-    others = published.NAMES.get(published.model_type(config), {})
-    found = hf_name(name, HF_NAMES | others)
+    family = published.family_for_others(config)
+    found = hf_name(name, HF_NAMES | family.published.names)
     if "{}" not in found:
         return [found]
     return [found.format(i) for i in range(shape[0])]
@@ -99,7 +98,10 @@ def reorder_rows(
     with row i + E/2: [2, E/2]. `head_shape` is a head's shape before, with -1 for E/2. Any other
     tensor is returned as it is."""
     *_, matrix, kind = name.split(".")
-    heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}.get(matrix)
+    paired = {"wq": config.n_heads, "wk": config.n_kv_heads}
+    if others := family_of(config).published:
+        paired |= others.paired(config)
+    heads = paired.get(matrix)
     if not heads or kind == "lora_A":
         return tensor
     return tensor.unflatten(0, (heads, *head_shape)).transpose(1, 2).flatten(0, 2)
@@ -110,9 +112,9 @@ to_meta_rows = partial(reorder_rows, (2, -1))
 
 
 def parameter_shapes(config: LlamaConfig) -> Shapes:
-    """Return the shape of every parameter of model.py's Llama. A tied output is not listed."""
+    """Return the shape of every parameter of a model. A tied output is not listed."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+        return {name: tuple(p.shape) for name, p in config.build().named_parameters()}
 
 
 def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: Path) -> None:
@@ -142,8 +144,8 @@ def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: 
 
 
 def check_is_published(config: LlamaConfig, weights: Weights) -> None:
-    """Raise UserError if model.py no longer is a published Llama or Qwen: if it has other weights
-    or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
+    """Raise UserError if a model is not what others publish: if its code has other weights, or
+    computes other logits. One with a padded vocabulary computes the same logits, and is none."""
     for name in weights:
         hf_names(name, config, (1,))
     rows = weights["tok_embeddings.weight"].shape[0]
@@ -152,8 +154,9 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
             f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
             f"exist: a published Llama has no others"
         )
-    small, logits = published.MODELS[published.model_type(config)]
-    if not (published.computes(logits, small) and attends_to_everything(small)):
+    family = published.family_for_others(config)
+    computes_the_same = published.computes(family.published.logits, family)
+    if not (computes_the_same and attends_to_everything(family.small_config)):
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
             "would compute other logits from the exported weights"
@@ -164,7 +167,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
 def attends_to_everything(config: LlamaConfig) -> bool:
     """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
     a sliding window, which may be longer than published.TOKENS, they have none."""
-    model = published.with_fixed_weights(Llama(config).double())
+    model = published.with_fixed_weights(config.build().double())
     cache = KVCache()
     position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
     shape = 1, 32_768, config.n_kv_heads, config.head_dim
@@ -178,22 +181,22 @@ def attends_to_everything(config: LlamaConfig) -> bool:
     return all(value.grad[:, 0].any() for value in values)
 
 
-def llama_config(file: JsonFile, **fields: Any) -> LlamaConfig:
-    """Return a LlamaConfig with these fields, which come from a file and are checked."""
-    default = LlamaConfig()
+def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> LlamaConfig:
+    """Return a configuration with these fields, which come from a file and are checked."""
+    default = kind()
     for name, value in fields.items():
         own = getattr(default, name, None)
         like = own if isinstance(own, int | float | str) else value
-        kind = type(like)
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-        fields[name] = file.checked(name, value, kind, limit)
+        fields[name] = file.checked(name, value, type(like), limit)
     try:
-        config = LlamaConfig(**fields)
+        config = kind(**fields)
         if config.dim * (config.q_dim + config.ffn_dim + config.vocab_size) >= 2**50:
             raise ValueError("it has more than a quadrillion weights")
         return config
     except (TypeError, ValueError) as error:  # TypeError: there is no such field
-        raise UserError(f"{file.path} describes no Llama of this model.py: {error}")
+        family = family_of(default).name
+        raise UserError(f"{file.path} describes no {family} of these files: {error}")
 
 
 # ---------------------------------------------------------------------------------- Hugging Face
@@ -240,21 +243,22 @@ def hf_config(directory: Path) -> LlamaConfig:
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
     kind = content.checked("model_type", content["model_type"], str)
-    if kind not in published.MODELS:
-        known = ", ".join(published.MODELS)
-        raise UserError(f"{path} has model_type {kind}: only {known} work here")
-    small, _ = published.MODELS[kind]
-    fields = HF_FIELDS | published.FIELDS.get(kind, {})
+    known = {name: family for name, family in families().items() if family.published}
+    if kind not in known:
+        raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
+    family = known[kind]
+    others = family.published
+    fields = HF_FIELDS | others.fields
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
-    supported |= published.SUPPORTED.get(kind, {})
+    supported |= others.supported
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": content["num_attention_heads"]}
-    defaults |= SUPPORTED | published.DEFAULTS[kind]
-    for new, old in published.RENAMED.items():
+    defaults |= SUPPORTED | others.defaults
+    for new, old in others.renamed.items():
         if new in content:
             defaults[old] = content[new]
     original = "original_max_position_embeddings"
@@ -269,8 +273,7 @@ def hf_config(directory: Path) -> LlamaConfig:
         values["head_dim"] = content["head_dim"]
     if rope_type == "llama3":
         values["rope_scaling"] = rope.get("factor")
-    config = llama_config(content, qk_norm=small.qk_norm, qkv_bias=small.qkv_bias, **values)
-    return replace(config, balance=small.balance)
+    return checked_config(content, family.config, **values | others.read(content))
 
 
 @functools.cache
@@ -367,21 +370,21 @@ def save_hf(
 
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
-    kind = published.model_type(config)
-    fields = HF_FIELDS | published.FIELDS.get(kind, {})
+    family = published.family_for_others(config)
+    fields = HF_FIELDS | family.published.fields
     content = SUPPORTED | {
-        "model_type": kind,
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        "model_type": family.name,
+        "architectures": [f"{family.name.title().replace('_', '')}ForCausalLM"],
         **{key: getattr(config, name) for name, key in fields.items()},
-        **published.SUPPORTED.get(kind, {}),
+        **family.published.supported,
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
         "bos_token_id": tokenizer.named_bos if tokenizer else None,
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if kind == "qwen2":  # which has no such field, and always has biases
-        del content["attention_bias"]
+    for key in family.published.absent:
+        del content[key]
     (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")
     if tokenizer:
         tokenizer.save_published(directory)
@@ -428,8 +431,9 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
     scaled, default_scaling = params.get("use_scaled_rope"), 32.0 if tied else 8.0
     params["n_kv_heads"] = params.get("n_kv_heads") or params["n_heads"]
     params.setdefault("rope_theta", 10_000.0)
-    config = llama_config(
+    config = checked_config(
         params,
+        LlamaConfig,
         **{name: params[name] for name in META_FIELDS},
         ffn_dim=shard_shapes[w1][0] * n_shards,
         vocab_size=rows * n_shards if rows_sharded else rows,

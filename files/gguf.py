@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from files.formats import to_hf_rows
-from files.published import model_type
+from files.published import family_for_others
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.messages import UserError
@@ -32,9 +32,8 @@ VERSION, ALIGNMENT = 3, 32  # that of files that name no other
 NAMES = {
     "tok_embeddings": "token_embd", "norm": "output_norm", "output": "output",
     "attention_norm": "attn_norm", "attention.wq": "attn_q", "attention.wk": "attn_k",
-    "attention.wv": "attn_v", "attention.wo": "attn_output", "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "attention.wv": "attn_v", "attention.wo": "attn_output", "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
 }  # fmt: skip
 Q8_0 = "q8_0"  # 8 bits a weight, and for BLOCK weights in a row a scale in float16
 BLOCK = 32
@@ -58,16 +57,21 @@ def save_gguf(
     """Write a file, reading one weight at a time: matrices in `dtype`, by default as they are, and
     norms and biases in float32.
 
-    Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
-    `qwen2` and `qwen3`."""
+    Rows of wq and wk have Meta's order in llama.cpp's `llama`, and Hugging Face's in most of its
+    other models (`gguf_rows`)."""
     dtype = dtype or weights["tok_embeddings.weight"].dtype
-    if (kind := model_type(config)) not in ("llama", "qwen2", "qwen3"):
-        raise UserError(f"--format gguf is not written for models like {kind}: give --format hf")
-    if kind != "llama":
+    family = family_for_others(config)
+    others = family.published
+    if not others.gguf_rows:
+        raise UserError(
+            f"--format gguf is not written for models like {family.name}: give --format hf"
+        )
+    if others.gguf_rows == "hf":
         if config.rope_scaling != 1.0:
-            raise UserError(f"llama.cpp's {kind} has no scaled RoPE: give --format hf")
+            raise UserError(f"llama.cpp's {family.name} has no scaled RoPE: give --format hf")
         weights = {n: w.map(partial(to_hf_rows, n, config)) for n, w in weights.items()}
-    tensors = {gguf_name(name): weight for name, weight in weights.items()}
+    names = NAMES | others.gguf_names
+    tensors = {gguf_name(name, names): weight for name, weight in weights.items()}
     if config.rope_scaling != 1.0:
         tensors["rope_freqs.weight"] = StoredTensor.of(slowdown(config))
     types = {name: _type_of(tensor, dtype) for name, tensor in tensors.items()}
@@ -88,12 +92,12 @@ def save_gguf(
             _write(file, encoded(tensor.read(), types[name]))
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: dict[str, str]) -> str:
     """Return llama.cpp's name of a weight: layers.3.attention.wq.weight -> blk.3.attn_q.weight"""
     match = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     layer, path, kind = match.groups()
     block = f"blk.{layer}." if layer else ""
-    return f"{block}{NAMES[path]}.{kind}"
+    return f"{block}{names[path]}.{kind}"
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(config.rope_theta),
     }
-    kind = model_type(config)
+    kind = family_for_others(config).name
     return {"general.architecture": kind} | {f"{kind}.{key}": v for key, v in shape.items()}
 
 

@@ -70,7 +70,7 @@ def load_pretrained(
     directory = find_checkpoint(Path(directory))
     config = read_config(directory)["model"]  # not on meta, where it could compare no logits
     with torch.device("meta"):
-        model = Llama(config).to(dtype)
+        model = config.build().to(dtype)
         prepare(model)
     allocate(model, device)
     load_weights(directory, model, adapter)

@@ -25,15 +25,15 @@ import random
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from labs.machinery.launch import launch
 from labs.machinery.predict import seed_of_student
+from models.family import families
 from plumbing.messages import UserError
 from plumbing.new_files import write_atomically
 from plumbing.parser import Parser, nonnegative_int, positive_float
 from plumbing.processes import run
-from runs.flags import SIZES
 from text.tokenizer import CACHE
 
 WARD = ROOT / "out/clinic"
@@ -265,7 +265,9 @@ def answer(args: argparse.Namespace) -> None:
 def cure_of(text: str) -> str:
     """Return flags as they are, or the bare name of a function of parallel.py or techniques/.
     Raises UserError for other words, and for flags that change the work."""
-    work = ["batch", "seq_len", "model", "tokenizer", "init", "data", *(f.name for f in SIZES)]
+    work = {"batch", "seq_len", "model", "tokenizer", "init", "data"}
+    for family in families().values():
+        work |= {f.name for f in fields(family.config)}
     for flag in (word.split("=")[0] for word in shlex.split(text)):
         if flag.startswith("--") and flag[2:].replace("-", "_") in work:
             raise UserError(f"'{text}': the cure may not change the work, which {flag} does")

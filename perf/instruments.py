@@ -344,7 +344,7 @@ class WithoutInit(TorchFunctionMode):
 def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, **options) -> Llama:
     """Return a model, with adapters or without, whose parameters have shapes and no memory."""
     with torch.device("meta"), WithoutInit():
-        model = Llama(config)
+        model = config.build()
         if lora:
             add_adapters(model, lora, **options)
     return model
@@ -444,7 +444,7 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if needs_real_tensors(parallel):
         mode = contextlib.nullcontext()
-        runner = parallelize(model, world, Llama.init_weights)
+        runner = parallelize(model, world, lambda model: model.init_weights())
         runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
     else:
 

@@ -122,7 +122,7 @@ def plan_cluster(
         f"--top, all by --json FILE):"
     )
     lines += [*table(shown, machine), "", machine_in_words(machine)]
-    if note := prediction_note():
+    if note := prediction_note(best.work.model.config):
         lines.append(note)
     if check:
         lines += ["", *emulation_table(best.work)]

@@ -11,7 +11,7 @@ from torch import nn
 from config import Work
 from files.formats import HF_FIELDS
 from lora import adapter_settings
-from model import attend
+from model import LlamaConfig, attend
 from parallel import World
 from perf.instruments import LEARNING_RATE
 from plumbing.messages import UserError
@@ -87,6 +87,8 @@ def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], ob
     if not all(parameter.is_floating_point() for parameter in work.model.parameters()):
         raise UserError("transformers' step is not made in 4 bits: leave out one of the two")
     config = work.model.config
+    if type(config) is not LlamaConfig:
+        raise UserError("transformers' step is of a Llama: give --model llama3.2-1b or the like")
     lora = adapter_settings(work.model)
     fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
     described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)

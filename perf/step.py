@@ -285,7 +285,7 @@ def report(
     sender = "each rank" if parallel.pp == 1 else "rank 0"
     notes = [
         f"counted: per step, {sender} sends {traffic_in_words(sent, parallel)}",
-        prediction_note(),
+        prediction_note(work.model.config),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         describe_bubble(parallel, work.microbatches) if parallel.pp > 1 else "",
     ]

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from config import ParallelConfig
-from files.published import LOGITS, computes, with_fixed_weights
+from files.published import computes, with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
+from models.family import family_of
 from parallel import BEFORE_TP, World, set_dtype
 from plumbing.messages import UserError
 from runs import equal
@@ -23,7 +24,7 @@ def check_documents(config: LlamaConfig, world: World) -> None:
     device, parallel = world.device, world.parallel
     if config.head_dim not in kernel_widths(device.type, parallel.dtype):
         return
-    model = Llama(small := equal.small_config(config, 4))
+    model = (small := equal.small_config(config, 4)).build()
     if small.ffn_uses > 1:  # by rounding, tokens might choose other feed-forwards
         for block in model.layers.values():
             block.feed_forward = nn.Identity()
@@ -45,7 +46,7 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     cross entropy of the logits, generation with other logits than training, documents that depend
     on each other, a layer that adapters or 8 bits replace and model.py never calls."""
     small = equal.small_config(whole.config, whole.config.n_layers)
-    model, lines, called, cache = with_fixed_weights(Llama(small).double()), [], set(), KVCache()
+    model, lines, called, cache = with_fixed_weights(small.build().double()), [], set(), KVCache()
     tokens = equal.small_batch(2, T := 150, small).tokens  # longer than a short window
     layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
@@ -89,9 +90,12 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     return "\n".join(lines)
 
 
-def prediction_note() -> str:
-    """Return a note that memory and communication are predicted for a Llama, if model.py has been
-    changed into something else."""
-    if computes(LOGITS):
-        return ""
-    return "note: model.py was changed: bench.py step counts what it holds and sends"
+def prediction_note(config: LlamaConfig) -> str:
+    """Return a note that memory and communication are predicted for published models, if this one
+    is of a student's file, or its code was changed."""
+    family = family_of(config)
+    if family.published is None:
+        return f"note: {family.name} is predicted as a Llama: bench.py step counts what it does"
+    if not computes(family.published.logits, family):
+        return "note: model.py was changed: bench.py step counts what it holds and sends"
+    return ""

@@ -158,7 +158,7 @@ def compare_steps(
     returns the loss; update(model, loss, batch, world), if any, takes the optimizer's step, and
     returns its Totals."""
     with torch.device("meta"):
-        plain, model = Llama(config).double(), Llama(config)
+        plain, model = config.build().double(), config.build()
     allocate(plain, world.device)
     initialize(plain)
     for module in (*plain.modules(), *model.modules()):
@@ -257,7 +257,7 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
     """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
     forward of an autograd.Function was changed and its backward was not; or if the loss is random
     in evaluation, or no sum over rows and over the targets that are not IGNORE."""
-    model = Llama(config).double()
+    model = config.build().double()
     model.init_weights()  # raises for a parameter without an initial value
     with_fixed_weights(model).to(device)
     batch = small_batch(2, 8, config).to(device)
@@ -317,7 +317,7 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
 def check_attend(config: LlamaConfig) -> None:
     """Raise UserError if `attend` of model.py draws random numbers, as dropout does. Under --cp a
     GPU's kernel attends, and would draw none: so the random states after both differ."""
-    model, batch, states = with_fixed_weights(Llama(config)).train(), small_batch(1, 8, config), []
+    model, batch, states = with_fixed_weights(config.build()).train(), small_batch(1, 8, config), []
     other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, k, v: q)
     for documents in (None, other):
         torch.manual_seed(0)

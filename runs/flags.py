@@ -7,13 +7,15 @@ Steps (text/order.py) and Work (config.py). `keeps` marks what a resumed run may
 the same experiment, or another check refuses the change.
 """
 
+import functools
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from config import ParallelConfig
 from lora import TARGETS, LoRA
-from model import PRESETS, LlamaConfig
+from model import LlamaConfig
+from models.family import families, find_preset, own_fields, presets
 from plumbing.flags import flag, other_default, within
 from plumbing.messages import UserError
 from plumbing.parser import (
@@ -120,37 +122,61 @@ class Run:
         return self.out or Path("out") / self.default_name
 
 
-# Fields of LlamaConfig that have flags: integers and strings. Others follow from these or from the
-# tokenizer.
-FOLLOWING = "vocab_size", "max_seq_len", "head_dim"
-SIZES = [f for f in fields(LlamaConfig)
-         if type(f.default) in (int, str) and f.name not in FOLLOWING]
+FOLLOWING = "vocab_size", "max_seq_len", "head_dim"  # from the tokenizer, or from other fields
 
 
-def size_flag(name: str, kind: type):
-    help = f"{name} of the model, in place of the preset's"
-    return flag(None, help, MODEL, positive_int if kind is int else str, keeps=True)
-
-
-Sizes = make_dataclass(
-    "Sizes", [(f.name, f.type, size_flag(f.name, type(f.default))) for f in SIZES], frozen=True
-)
+@functools.cache
+def sizes_of(config: type[LlamaConfig]) -> type:
+    """Return the record of a model's sizes: the integers and strings of its configuration."""
+    sizes = []
+    for f in fields(config):
+        kind = type(f.default)
+        if kind in (int, str) and f.name not in FOLLOWING:
+            help = f"{f.name} of the model, in place of the preset's"
+            argument = positive_int if kind is int else str
+            sizes.append((f.name, f.type, flag(None, help, MODEL, argument, keeps=True)))
+    return make_dataclass("Sizes", sizes, frozen=True)
 
 
 @dataclass(frozen=True)
 class Pretraining(Run):
     """Train a Llama."""
 
-    model: str | None = flag(None, f"preset: {', '.join(PRESETS)} (default: tiny)", MODEL,
-                             keeps=True)
-    sizes: Sizes = within(Sizes)
+    model: str | None = flag(None, f"preset: {', '.join(presets())}; FILE.py or FILE.py:PRESET, a "
+                             "model of your own (default: tiny)", MODEL, keeps=True)
+    sizes: Any = within(sizes_of(LlamaConfig))
     text_field: str = flag("text", "field of records that holds the text", DATA, metavar="NAME")
     document_mask: bool = flag(False, "no attention across documents of a sequence", DATA)
     prompt: str = flag("def", "prompt of the text samples at evaluations", DATA, keeps=True)
 
     @property
     def default_name(self) -> str:
-        return self.model or ("tuned" if self.init else "tiny")
+        if self.model:
+            return self.model.replace(".py", "").replace(":", "-")
+        return "tuned" if self.init else "tiny"
+
+
+def pretraining(words: list[str]) -> type[Pretraining]:
+    """Return Pretraining with the sizes of the model that these words of a command line name.
+
+    Raises UserError for a model that is not found, and for a size of other models."""
+    name = "tiny"
+    typed = " ".join(words).replace("=", " ").split()
+    if "--model" in typed[:-1]:
+        name = typed[typed.index("--model") + 1]
+    config = type(find_preset(name))
+    for family in families().values():
+        preset = next(iter(family.presets), "")
+        for size in own_fields(family.config) - own_fields(config):
+            option = f"--{size.replace('_', '-')}"
+            if preset and option in typed:
+                raise UserError(f"{option} is of other models: give --model {preset}, or another")
+    sizes = sizes_of(config)
+    replaced = [("sizes", sizes, within(sizes))]
+    namespace = {"__doc__": Pretraining.__doc__}
+    return make_dataclass(
+        "Pretraining", replaced, bases=(Pretraining,), frozen=True, namespace=namespace
+    )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from config import ParallelConfig, Work
 from costs.page import Traffic, sends, sent_bytes
 from costs.shapes import flops_per_token, peak_flops
 from files.directories import lock_directory
-from model import Llama
+from models.family import family_of
 from parallel import World, used_techniques
 from plumbing.flags import values_of
 from plumbing.json_files import parse_json
@@ -73,7 +73,9 @@ class Recorder(contextlib.AbstractContextManager):
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self.flops_per_token = flops_per_token(work.model, work.seq_len)
         if world.rank == 0:
-            self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
+            model = work.model.config
+            self.config = {"model": asdict(model), "family": family_of(model).name}
+            self.config |= {"tokenizer": tokenizer.name}
             self.config |= {"data": [*run.data], "seed": run.seed, "flags": values_of(run)}
             self.config |= {"facts": facts, "run": describe_process(world, work)}
             self._open(steps.done)
@@ -245,7 +247,7 @@ def describe_run(
     """Return a line on the model, the batch, the `sources` (text/order.py) and the processes."""
     model, parallel = work.model, world.parallel
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in Llama(model.config).parameters())  # without adapters
+        parameters = sum(p.numel() for p in model.config.build().parameters())  # without adapters
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable != parameters else ""
     notes = (technique.about(model, world) for technique in used_techniques(parallel))

@@ -10,7 +10,8 @@ import torch
 from config import STRATEGIES, ParallelConfig, Work
 from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
-from model import PRESETS, Llama, LlamaConfig
+from model import Llama, LlamaConfig
+from models.family import find_preset
 from parallel import refusal
 from plumbing.messages import UserError
 from plumbing.processes import Process
@@ -24,10 +25,8 @@ def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
     """Return the configuration of the --init checkpoint, or of the preset and the size flags.
 
     `initial` is what read_config returned for --init, None without it."""
-    if run.model and run.model not in PRESETS:
-        raise UserError(f"no model '{run.model}': choose one of {', '.join(PRESETS)}")
     found = initial and initial["model"]
-    wanted = PRESETS[run.model] if run.model else found or PRESETS["tiny"]
+    wanted = find_preset(run.model or "tiny") if run.model or not found else found
     given = {name: value for name, value in vars(run.sizes).items() if value}
     if given.keys() & {"dim", "n_heads"}:
         given["head_dim"] = 0  # follows them
@@ -101,7 +100,7 @@ def check_training_flags(
     if parallel.pp == 1 and (parallel.schedule != "1f1b" or run.parallel.stages_per_rank):
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
-        model = Llama(config)
+        model = config.build()
     model.requires_grad_(not run.freezes_base)
     work = work_of(run, parallel, model, process)
     check_parallel(work, run.parallel.shard, process)

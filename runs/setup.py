@@ -147,11 +147,12 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
                 f"{tokenizer.vocab_size}: this trains another model; give its --tokenizer"
             )
         config = replace(config, vocab_size=tokenizer.vocab_size)
-        initialize = partial(
-            Llama.init_weights, seed=run.seed, assign=assign_shard, device=process.device
-        )
+
+        def initialize(model: Llama) -> None:
+            model.init_weights(run.seed, assign_shard, process.device)
+
     with torch.device("meta"):
-        model = Llama(config)
+        model = config.build()
     return Job(
         model=model,
         whole=copy.deepcopy(model),
@@ -246,7 +247,7 @@ def build(
         who_sends = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         traffic = records.describe_traffic(sends(work), parallel)
         print_rank_zero(f"per step, {who_sends} {traffic}")
-        print_rank_zero(prediction_note())
+        print_rank_zero(prediction_note(job.whole.config))
     print_rank_zero(notes(job.whole, parallel))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)

@@ -147,7 +147,7 @@ def refuses(work) -> str:
     n = work.model.config.n_experts
     ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
     if not n and ep > 1:
-        return "--ep is for models with experts: give --n-experts, or leave it out"
+        return "--ep is for models with experts: give --model tiny-experts, or leave it out"
     if not n:
         return ""
     if ep % tp:

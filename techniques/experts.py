@@ -88,6 +88,8 @@ class GroupedLinear(nn.Module):
     """A linear layer for each expert, with weight [X, out, in]. Of x [n, in] the first counts[0]
     rows are those of expert 0, the next counts[1] of expert 1, and so on -> [n, out]."""
 
+    initial_value = "normal"  # see init_weights
+
     def __init__(self, n_experts: int, in_features: int, out_features: int, used: int):
         super().__init__()
         self.used = used  # a token uses so many of the matrices

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,13 @@ def shared(name: str) -> Path:
 
 
 def hugging_face_model(config, kind: str = "", **more):
-    """transformers' model of a LlamaConfig, or a relative of Llama with its sizes."""
+    """transformers' model of a configuration, or a relative of Llama with its sizes."""
     import transformers
 
-    kind = kind or ("Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama")
+    from models.family import family_of
+
+    kind = kind or family_of(config).name.title().replace("_", "")
     if config.n_experts:
-        kind = "Qwen3Moe" if config.qk_norm else "Mixtral"
         more |= dict(num_local_experts=config.n_experts, num_experts_per_tok=config.top_k)
         more |= dict(moe_intermediate_size=config.ffn_dim, norm_topk_prob=True)
         more |= dict(experts_implementation="eager")  # others have no float64
@@ -79,6 +81,16 @@ def hugging_face_model(config, kind: str = "", **more):
     sizes |= dict(tie_word_embeddings=config.tie_embeddings, head_dim=config.head_dim)
     described = getattr(transformers, f"{kind}Config")(**sizes, **more)
     return getattr(transformers, f"{kind}ForCausalLM")(described)
+
+
+def like(config, family: str, **changes):
+    """Return the configuration of another family with the same sizes, and these changes."""
+    from models.family import families
+
+    kind = families()[family].config
+    shared_values = {f.name: getattr(config, f.name) for f in fields(config)}
+    known = {f.name for f in fields(kind)}
+    return kind(**{n: v for n, v in shared_values.items() if n in known} | changes)
 
 
 def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, **more):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import HAS_2_13, succeed
 from plain import plain_training
-from workers.train_cases import BATCH, SEQ, steps_of
+from workers.train_cases import BATCH, SEQ, config_of, steps_of
 
 from config import ParallelConfig, Work
 from generate import generate
@@ -113,8 +113,8 @@ def assert_generation(result: dict, case: dict) -> None:
     FSDP gathers each block once for all of them."""
     if "generate" not in case:
         return
-    config = LlamaConfig(**case["config"])
-    model = Llama(config).double().eval()
+    config = config_of(case["config"])
+    model = config.build().double().eval()
     for name, parameter in model.named_parameters():
         parameter.data.copy_(result["last"][name])
     expected = generate(model, [[1, 2, 3]], 4, temperature=0)
@@ -200,7 +200,9 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     assert_generation(result, case)
     assert_saved(result, case)
     compiled = case["parallel"].get("compile")
-    if compiled and case["config"].get("n_experts"):  # which run between two graphs, and selective
+    if (
+        compiled and config_of(case["config"]).n_experts
+    ):  # which run between two graphs, and selective
         return  # checkpointing around them in none
     assert result["attentions"] == attentions(case, result["layers"])
     if compiled:  # all blocks share a graph; with LoRA the first has another

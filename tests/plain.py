@@ -15,12 +15,13 @@ from workers.train_cases import (
     CLIP,
     batch_of,
     build,
+    config_of,
     initialize,
     packed_pairs,
     scored_answers,
 )
 
-from model import IGNORE, Llama, LlamaConfig
+from model import IGNORE, Llama
 from preferences import LOSSES
 from techniques.experts import MixtureOfExperts
 from techniques.nf4 import dequantized
@@ -145,7 +146,7 @@ def plain_training(key: str) -> dict:
     batch = batch_of(case["packed"], case["seq"])
     targets_in_batch = (batch.targets != IGNORE).sum()
     untied = case["config"] | dict(tie_embeddings=False)
-    bare = Llama(LlamaConfig(**untied)).double()
+    bare = config_of(untied).build().double()
     excess = with_dense_experts(bare)
     base = {}
     for name, weight in effective_weights(model, lora, with_adapters=False).items():

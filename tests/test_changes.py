@@ -87,8 +87,8 @@ W3 = "        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)\n"
 LOSS = "return vocabulary.cross_entropy(logits, targets)"
 OUTPUT = "return self.output(x)"
 NORM = "self.norm(x if cache is None else x[:, -1:])"
-KEYS = "k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))"
-VALUES = "v = self.wv(x).view(B, T, -1, self.head_dim)"
+KEYS = "k = rotate(self.keys(x), cos, sin)"
+VALUES = "v = self.values(x)"
 ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
 LOOP = "            for block in self.layers.values():\n                x = block("
 
@@ -98,7 +98,7 @@ SHARED_GLOBAL = {  # odd layers add the keys of the layer before, from a global
     "class Attention(": "KEYS = []\n\n\nclass Attention(",
 }
 SHARED = {  # odd layers add the values of the layer before, which blocks hand on
-    "cache=None):\n        B, T, _": "cache=None, last=None):\n        B, T, _",
+    "cache=None):\n        q =": "cache=None, last=None):\n        q =",
     VALUES: f"v = own = {VALUES[4:]} + (last if self.layer % 2 else 0)",
     "mask).flatten(2))": "mask).flatten(2)), own",
     "cache=None):\n        x = x": "cache=None, last=None):\n        x = x",
@@ -133,7 +133,8 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "dropout of scores": (
         {"v: Tensor, mask) ->": "v: Tensor, mask, p) ->", "options = dict(": "options = dict("
-         "dropout_p=p, ", "attend(q, k, v, mask)": "attend(q, k, v, mask, 0.1 * self.training)"},
+         "dropout_p=p, ", "return attend(q, k, v, mask)": "p = 0.1 * self.training\n"
+         "        return attend(q, k, v, mask, p)"},
         dict(cp=2), "attend has dropout"),
     "no writes_to_stream": (
         {'    writes_to_stream = ("w2",)\n': ""}, {},
@@ -218,15 +219,15 @@ def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note,
 
 
 def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
-    assert prediction_note() == ""
+    assert prediction_note(CONFIG) == ""
     published.small_logits.cache_clear()
     monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(m.w1(x) * m.w3(x)))
-    assert "model.py was changed: bench.py step counts" in prediction_note()
+    assert "model.py was changed: bench.py step counts" in prediction_note(CONFIG)
 
 
 def test_other_code_than_trained_a_run_is_told(corpus, tmp_path):
     """Generating and resuming say so; a run resumed with another loss says nothing."""
-    no_rope = changed_copy(tmp_path / "copy", edits={"rotate(k, cos, sin)": "rotate(k, 1, 0)"})
+    no_rope = changed_copy(tmp_path / "copy", edits={KEYS: "k = self.keys(x)"})
     z_loss = changed_copy(tmp_path / "z-loss", "z_loss")
     run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, save_every=1), "--resume"]
     succeed(*run)

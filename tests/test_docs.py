@@ -22,7 +22,8 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, refused, succeed
 from test_train import flags
 
-from model import PRESETS, LlamaConfig
+from model import LlamaConfig
+from models.family import presets
 from report import CURVES, POINTS, page_of, read_run
 from text.bpe import train_tokenizer
 
@@ -319,7 +320,7 @@ def test_a_command_for_gpus_parses(line):
         assert words[0] == "--measure"
         assert words[1] in gpu.MEASURES
     elif script == "bench.py":
-        assert parsed_by(script, *words, "--json", "x.json").model in PRESETS
+        assert parsed_by(script, *words, "--json", "x.json").model in presets()
     else:
         assert (script, words[0]) == ("-m", "pytest")
         assert (ROOT / words[-1]).exists()

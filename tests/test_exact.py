@@ -18,10 +18,9 @@ import pytest
 from conftest import HAS_2_13, asks_for_slow
 from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
-from workers.train_cases import BATCH, SEQ, steps_of
+from workers.train_cases import BATCH, SEQ, config_of, steps_of
 
 from config import FLAGS, Work
-from model import LlamaConfig
 from plumbing.messages import UserError
 from preferences import LOSSES
 from techniques.schedules import SCHEDULES
@@ -34,10 +33,13 @@ ADAPTERS = {
     "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
 }
-EXPERTS = {
-    "none": {},
-    "bias": dict(n_experts=8),
-    "plain": dict(n_experts=6, top_k=3, balance="none"),  # ranks divide them unevenly
+FAMILIES = {
+    "llama": {},
+    "qwen2": dict(family="qwen2"),
+    "qwen3": dict(family="qwen3"),
+    "mixtral": dict(family="mixtral"),
+    # Ranks divide its experts unevenly.
+    "qwen3_moe": dict(family="qwen3_moe", n_experts=6, top_k=3, balance="none"),
 }
 # Fields that are not drawn: sizes that follow from others, and the dtype.
 NOT_DRAWN = "shard", "stages_per_rank", "dtype"
@@ -59,13 +61,11 @@ OPTIONS = {name: values_of(field) for name, field in FLAGS.items() if name not i
 OPTIONS |= dict(
     adapters=tuple(ADAPTERS),
     base_bits=(16, 4),
-    experts=tuple(EXPERTS),
+    family=tuple(FAMILIES),
     microbatch=(2, 1, 4),
     packed=(False, True),
     tied=(False, True),
     rope_scaling=(1.0, 8.0),
-    qk_norm=(False, True),
-    qkv_bias=(False, True),
     generate=(False, True),
 )
 FAST = {1: 12, 2: 14, 4: 10}  # ranks to train on -> how many cases the fast tests take
@@ -83,7 +83,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
     tp = drawn["tp"]
     cp = drawn["cp"]
     microbatch = drawn["microbatch"]
-    has_experts = drawn["experts"] != "none"
+    family = FAMILIES[drawn["family"]]
+    has_experts = drawn["family"] in ("mixtral", "qwen3_moe")
     has_float8 = drawn["float8"] != "none"
     parallel = exact.parallel_config(ranks, bool(lora), **options)
     data_ranks = parallel.replicate * parallel.shard
@@ -107,10 +108,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
         config |= dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config["tie_embeddings"] = drawn["tied"]
     config["rope_scaling"] = drawn["rope_scaling"]
-    config["qkv_bias"] = drawn["qkv_bias"]
-    config |= EXPERTS[drawn["experts"]]
-    if drawn["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
-        config["qk_norm"] = True
+    config |= family
+    if drawn["family"] in ("qwen3", "qwen3_moe"):  # heads are together wider than the model
         config["head_dim"] = 16 if config["dim"] % 64 else 64
     if parallel.pp > 1:
         config["n_layers"] = parallel.pp * parallel.stages_per_rank + 1
@@ -119,7 +118,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
         seq = 24  # 2 cp has to divide it
     elif has_float8 or (tp > 1 and not HAS_2_13):
         seq = 16  # float8 takes whole blocks of 16
-    model = meta_model(LlamaConfig(**config), trainable=not lora)
+    model = meta_model(config_of(config), trainable=not lora)
     work = Work(model, parallel, BATCH, microbatch, seq)
     check_step(work, bits)
     for size in ("replicate", "shard", "stages_per_rank"):
@@ -182,15 +181,15 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # Seldom drawn are a matrix that is tied and sharded twice, and biases without adapters in chunks;
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
-BIASED = PLAIN | dict(tp=2, async_tp=True, qkv_bias=True)
+BIASED = PLAIN | dict(tp=2, async_tp=True, family="qwen2")
 # Without experts --ep is refused, so that few draws have it.
-EP = PLAIN | dict(dp="fsdp", ep=2, experts="bias")
+EP = PLAIN | dict(dp="fsdp", ep=2, family="mixtral")
 EP_2 = [
     EP | dict(microbatch=1, generate=True),
     EP | dict(tp=2, checkpointing="full", packed=True),
 ]
 EP_4 = [
-    EP | dict(dp="ddp", experts="plain", optimizer="muon"),
+    EP | dict(dp="ddp", family="qwen3_moe", optimizer="muon"),
     EP | dict(pp=2, reshard="none"),
     EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon"),
 ]
@@ -216,7 +215,7 @@ OBJECTIVES = [
     (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
     (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
     (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
-    (2, "ipo", "none", dict(dp="fsdp", ep=2, experts="plain")),
+    (2, "ipo", "none", dict(dp="fsdp", ep=2, family="qwen3_moe")),
     (2, "ipo", "none", dict(tp=2, tied=True)),
     (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
@@ -236,7 +235,7 @@ def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, di
     usable = []
     for name, (ranks, given) in cases.items():
         rounds = reference_of(given) is not None
-        has_experts = "n_experts" in given["config"]
+        has_experts = config_of(given["config"]).n_experts > 0
         if not (rounds or has_experts or "generate" in given):
             usable.append((name, ranks, given))
     found = {}

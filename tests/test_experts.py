@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, succeed
+from conftest import like, metrics, succeed
 from test_train import flags, same_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,13 +18,13 @@ from checkpoint import find_checkpoint, read_config
 from costs.shapes import flops_per_token
 from files.loading import load_pretrained
 from lora import LoRA, add_adapters
-from model import Llama, LlamaConfig
+from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
 from techniques.recompute import recompute_and_compile
 from text.tokenizer import load_tokenizer
 
-SMALL = LlamaConfig(16, 2, 2, 2, 24, 31, n_experts=8)
+SMALL = MixtralConfig(16, 2, 2, 2, 24, 31)
 
 
 class CountTopK(TorchDispatchMode):
@@ -38,7 +38,7 @@ class CountTopK(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["none", "products", "selective"])
 def test_a_recomputation_does_not_choose_again(kind):
     """Compiled, it might round scores otherwise, and take other experts."""
-    model = Llama(SMALL)
+    model = SMALL.build()
     recompute_and_compile(model, kind, compile=False)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     with CountTopK() as counted:
@@ -48,7 +48,7 @@ def test_a_recomputation_does_not_choose_again(kind):
 
 def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
     """With experts on other ranks, or on all. The four ranks train as one does, in float64."""
-    given = dict(steps=4, n_experts=8, dp="fsdp", save_every=2, eval_every=2)
+    given = dict(steps=4, model="tiny-experts", dp="fsdp", save_every=2, eval_every=2)
     first = tmp_path / "first"
     succeed("train.py", *flags(corpus, first, **given), "--ep", 4, nproc=4)
     for ep, nproc in ((2, 2), (1, 0)):
@@ -63,7 +63,7 @@ def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
 
 def test_a_token_costs_its_experts_alone():
     used = SMALL.top_k * SMALL.ffn_dim
-    dense = build_on_meta(replace(SMALL, n_experts=0, ffn_dim=used))
+    dense = build_on_meta(like(SMALL, "llama", ffn_dim=used))
     routers = 6 * SMALL.n_layers * SMALL.dim * SMALL.n_experts
     mixture = build_on_meta(SMALL)
     assert flops_per_token(mixture, 64) == flops_per_token(dense, 64) + routers
@@ -71,8 +71,8 @@ def test_a_token_costs_its_experts_alone():
 
 def test_adapters_stand_beside_attention_alone():
     with pytest.raises(UserError, match=r"no nn\.Linear, so leave w1 out of --targets"):
-        add_adapters(Llama(SMALL), LoRA(targets=["wq", "w1"]))
-    model = Llama(replace(SMALL, dim=64, head_dim=0))
+        add_adapters(SMALL.build(), LoRA(targets=["wq", "w1"]))
+    model = replace(SMALL, dim=64, head_dim=0).build()
     with pytest.raises(UserError, match="give --base-bits 16"):
         add_adapters(model, LoRA(targets=["wq"]), base_bits=4)
 

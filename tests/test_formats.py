@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import hugging_face_model, succeed
+from conftest import hugging_face_model, like, succeed
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from checkpoint import export_weights, import_weights, write_checkpoint
@@ -34,10 +34,10 @@ from text.vocabulary import Tokenizer
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
-QWEN2 = replace(PLAIN, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)
-QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
-MIXTRAL = replace(PLAIN, n_experts=5, balance="none", rope_theta=1e6)
-QWEN3_MOE = replace(QWEN3, n_experts=8, top_k=3, balance="none")
+QWEN2 = like(PLAIN, "qwen2", norm_eps=1e-6, rope_theta=1e6)
+QWEN3 = like(PLAIN, "qwen3", head_dim=16, norm_eps=1e-6, rope_theta=1e6)
+MIXTRAL = like(PLAIN, "mixtral", n_experts=5, balance="none", rope_theta=1e6)
+QWEN3_MOE = like(QWEN3, "qwen3_moe", n_experts=8, top_k=3, balance="none")
 
 
 def transformers_model(config: LlamaConfig):
@@ -50,7 +50,7 @@ def transformers_model(config: LlamaConfig):
 
 
 def our_model(config: LlamaConfig, dtype=torch.float32, seed=1, factor=5, norms=(0.5, 2)) -> Llama:
-    model = Llama(config)
+    model = config.build()
     model.init_weights(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

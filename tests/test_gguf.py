@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT
+from conftest import ROOT, like
 from test_formats import TALK, our_model, saved
 from test_published import (
     QWEN_WORDS,
@@ -41,8 +41,8 @@ pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
 # RoPE turns slowly enough that 300 tokens meet all three ranges of its scaling.
 PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
 SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
-QWEN2 = replace(PLAIN, qkv_bias=True)
-QWEN3 = replace(PLAIN, head_dim=32, qk_norm=True)
+QWEN2 = like(PLAIN, "qwen2")
+QWEN3 = like(PLAIN, "qwen3", head_dim=32)
 
 
 class LlamaCpp:

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, metrics, start, step_of
+from conftest import finish, like, metrics, start, step_of
 from test_documents import random_positions
 
 import checkpoint
@@ -42,9 +42,9 @@ pytestmark = [
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 SMALL = LlamaConfig(256, 3, 4, 2, 512, vocab_size=1000)
-MIXTURE = replace(SMALL, n_experts=8)
+MIXTURE = like(SMALL, "mixtral")
 # Each token uses all experts: else those of some would change with the rounding of bfloat16.
-DENSE_MIXTURE = replace(SMALL, n_experts=4, top_k=4, balance="none")
+DENSE_MIXTURE = like(SMALL, "mixtral", n_experts=4, top_k=4, balance="none")
 FLOAT64, FLOAT32, LOW = torch.float64, torch.float32, torch.bfloat16
 TOLERANCES = {FLOAT64: 1e-10, FLOAT32: 1e-4, LOW: 0.05}
 ADAPTERS = LoRA(8, alpha=32)

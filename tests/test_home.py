@@ -12,7 +12,7 @@ from test_formats import MIXTRAL, PLAIN, QWEN2, QWEN3, QWEN3_MOE, our_model, sav
 from test_published import llama_3_kind, with_a_word, write
 
 from checkpoint import export_weights
-from files import published
+from models.family import families, family_of
 from plumbing.messages import UserError
 from text.conversations import CHATS, MESSAGE_FIELDS, read_conversations
 from text.corpora import Reading
@@ -95,6 +95,7 @@ def kind(name: str, directory):
     return load_tokenizer(str(write(directory, name)))
 
 
+PUBLISHED = {name for name, family in families().items() if family.published}
 MODELS = {  # a row of the table: configurations, and tokenizers
     "Llama 3 to 3.2": ([PLAIN], [lambda _: load_tokenizer("bytes")]),
     "fine-tuned Llama 3 with added tokens": ([PLAIN], [added]),
@@ -108,14 +109,14 @@ MODELS = {  # a row of the table: configurations, and tokenizers
 def test_all_kinds_of_models_are_in_the_table():
     rows = table("model")
     assert [row[0] for row in rows] == [*MODELS]
-    assert {name for row in rows for name in names(row[1])} == published.MODELS.keys()
+    assert {name for row in rows for name in names(row[1])} == PUBLISHED
 
 
 @pytest.mark.parametrize("row", MODELS)
 def test_models_are_exported_to_the_formats_in_the_table(row, tmp_path):
     (_, types, _, formats) = next(cells for cells in table("model") if cells[0] == row)
     configs, makers = MODELS[row]
-    assert [published.model_type(config) for config in configs] == names(types)
+    assert [family_of(config).name for config in configs] == names(types)
     for i, make in enumerate(makers):
         (tmp_path / f"{i}").mkdir()
         tokenizer = make(tmp_path / f"{i}")

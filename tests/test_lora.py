@@ -3,11 +3,11 @@
 import json
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import like
 from torch import nn
 
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
@@ -19,14 +19,14 @@ from plumbing.messages import UserError
 from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
-QWEN2 = replace(CONFIG, rope_scaling=1.0, qkv_bias=True)
+QWEN2 = like(CONFIG, "qwen2", rope_scaling=1.0)
 SEEDED = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=SEEDED)
 
 
 def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
     """Return a model with adapters whose factors B, and biases, are not zero."""
-    model = Llama(config).to(dtype)
+    model = config.build().to(dtype)
     model.init_weights(seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -205,7 +205,7 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     peft = pytest.importorskip("peft")
     lora = KINDS[kind]
     model = adapted(config, lora, torch.float32)
-    plain = Llama(config)
+    plain = config.build()
     without = {name: p for name, p in model.state_dict().items() if "lora" not in name}
     plain.load_state_dict(without)
     adapter = tmp_path / "adapter"

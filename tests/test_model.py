@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hugging_face_model
+from conftest import hugging_face_model, like
 from test_formats import our_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from costs.shapes import flops_per_token, peak_flops
-from files.formats import hf_name, to_hf_rows
+from files.formats import HF_NAMES, hf_name, to_hf_rows
 from generate import generate, sample
-from model import IGNORE, PRESETS, Llama, LlamaConfig, Vocabulary, sum_of_losses
+from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
+from models.family import family_of, find_preset
 from perf.instruments import build_on_meta
 from techniques import chunked_loss as chunked_loss_py
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
@@ -29,10 +30,10 @@ CONFIGS = {
     "gqa": SMALL,
     "scaled rope": replace(SMALL, rope_scaling=32.0),
     "tied": replace(SMALL, tie_embeddings=True),
-    "qwen2": replace(SMALL, qkv_bias=True),
-    "qwen3": replace(SMALL, head_dim=24, qk_norm=True),
-    "mixtral": replace(SMALL, n_experts=5, balance="none"),
-    "qwen3_moe": replace(SMALL, head_dim=24, qk_norm=True, n_experts=8, top_k=3, balance="none"),
+    "qwen2": like(SMALL, "qwen2"),
+    "qwen3": like(SMALL, "qwen3", head_dim=24),
+    "mixtral": like(SMALL, "mixtral", n_experts=5, balance="none"),
+    "qwen3_moe": like(SMALL, "qwen3_moe", head_dim=24, n_experts=8, top_k=3, balance="none"),
 }
 PUBLISHED_SIZES = {
     "llama3.2-1b": 1_235_814_400,
@@ -59,7 +60,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def test_published_models_have_their_published_size():
     for name, size in PUBLISHED_SIZES.items():
-        model = build_on_meta(PRESETS[name])
+        model = build_on_meta(find_preset(name))
         assert sum(p.numel() for p in model.parameters()) == size
 
 
@@ -79,7 +80,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 
 
 def test_initial_weights_follow_what_a_module_says():
-    model = Llama(replace(SMALL, qkv_bias=True, n_experts=4))
+    model = like(SMALL, "mixtral", n_experts=4).build()
     model.init_weights()
     block = model.layers["1"]
     experts = block.feed_forward.experts
@@ -87,9 +88,11 @@ def test_initial_weights_follow_what_a_module_says():
     expected = {experts.w1: 0.02, experts.w2: small, block.attention.wo: small}
     for layer, std in expected.items():
         assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
-    assert not block.attention.wk.bias.any()
+    qwen2 = like(SMALL, "qwen2").build()
+    qwen2.init_weights()
+    assert not qwen2.layers["1"].attention.wk.bias.any()
     model.more = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="more has no initial value: give it one in"):
+    with pytest.raises(ValueError, match="more has no initial value: give its layer"):
         model.init_weights()
 
 
@@ -107,7 +110,8 @@ def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
             layer, _, _ = name.partition(".feed_forward.")
             named[f"model.{layer}.mlp.gate.weight"] = weight
         elif not is_of_experts:
-            named[hf_name(name)] = to_hf_rows(name, config, weight)
+            names = HF_NAMES | family_of(config).published.names
+            named[hf_name(name, names)] = to_hf_rows(name, config, weight)
         elif matrix == "w2.weight":
             named[f"{place}.experts.down_proj"] = weight
         elif matrix == "w1.weight":

@@ -15,9 +15,9 @@ SPLITS = {  # two ranks each
 SWIGLU, FEATURES = "return F.silu(gate) * up", "swiglu(self.w1(x), self.w3(x))"
 FFN = "return x + self.feed_forward(self.ffn_norm(x))"
 ATTENTION = "x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)"
-Q = "q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))"
-V = "v = self.wv(x).view(B, T, -1, self.head_dim)"
-ROTATE = "q, k = rotate(q, cos, sin), rotate(k, cos, sin)"
+Q = "q = rotate(self.queries(x), cos, sin)"
+K = "k = rotate(self.keys(x), cos, sin)"
+V = "v = self.values(x)"
 NORM = "return rms_norm(x, self.weight, self.eps)"
 EMBED = "else self.tok_embeddings(tokens)"
 LOOP = "for block in self.layers.values():"
@@ -26,7 +26,7 @@ LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
 SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 FORWARD_LOSS = "return self.loss(hidden, weight, targets, self.vocabulary)"
 
-MADE = "        self.feed_forward = (mixture if config.n_experts else FeedForward)(config)\n"
+MADE = "        self.feed_forward = self.feed_forward_type(config)\n"
 LATE = {MADE: f"{MADE}        self.late = layer == 5\n"}  # of six blocks
 RIGHT = {  # equal under every split
     "GeGLU": {SWIGLU: "return F.gelu(gate) * up"},
@@ -36,11 +36,12 @@ RIGHT = {  # equal under every split
                         f"vocabulary.size\n    {LOSS_OF} * 0.9 + 0.1 * smooth"},
     "focal loss": {LOSS_OF: f"loss ={LOSS_OF[6:]}\n    return loss * (1 - (-loss).exp())"},
     "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
-    "no RoPE in odd layers": {ROTATE: f"if self.layer % 2 == 0:\n            {ROTATE}"},
-    "values from keys": {ROTATE: f"{ROTATE}\n        rotated = k", V: f"{V} + rotated"},
+    "no RoPE in odd layers": {
+        Q: f"if self.layer % 2:\n            cos, sin = 1, 0\n        {Q}"},
+    "values from keys": {V: f"{V} + k"},
     "a window of scores": {"same = document[": "same = (positions[:, None] > 2) & document["},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
-    "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)":
+    "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=False)":
                "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
 }  # fmt: skip
 PARTLY = {  # equal under some splits, and refused under the named ones

@@ -197,7 +197,7 @@ def test_numbers_in_another_dtype_are_rounded_once(dtype):
 
 def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
     adapter = dict(rank=2, targets=("wq",), base_bits=4)
-    model = build(SMALL | dict(qkv_bias=True), adapter)
+    model = build(SMALL | dict(family="qwen2"), adapter)
     in_4_bits = set()
     trainable_layers = set()
     for name, parameter in model.named_parameters():

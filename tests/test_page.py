@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, needs_2_13, slow, step_of
+from conftest import ROOT, like, needs_2_13, slow, step_of
 from exact import parallel_config
 
 from config import ParallelConfig, Work
@@ -25,6 +25,7 @@ from costs.page import Traffic, holds, sends, sent_bytes
 from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
+from models.family import find_preset
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from perf.plan import SPREAD
 from techniques import bfloat16_moments, float8, offload
@@ -33,7 +34,7 @@ from text import batch
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
 WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
 TIED = LlamaConfig(128, 6, 4, 2, 384, vocab_size=4096, tie_embeddings=True)
-QWEN3 = replace(CHUNKY, head_dim=64, qk_norm=True)
+QWEN3 = like(CHUNKY, "qwen3", head_dim=64)
 CONFIGS = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED, QWEN3=QWEN3)
 ADAPTERS = {"none": None, "rank 4": LoRA(4), "wq wv": LoRA(4, targets=("wq", "wv"))}
 ADAPTERS |= {"dropout": LoRA(4, dropout=0.1), "dora": LoRA(4, dora=True)}
@@ -136,9 +137,9 @@ EXACT = {  # a model, and how it is split
     "FSDP x TP, uneven": (UNEVEN, dict(dp="fsdp", shard=4, tp=2)),
     "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
     # tp shards a bias with its rows. Of 64 elements of a rank FSDP has 22 in each of 3 shards.
-    "FSDP x TP, biases": (replace(WIDE, qkv_bias=True), dict(dp="fsdp", shard=3, tp=2)),
-    "EP": (replace(WIDE, n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
-    "EP x TP": (replace(WIDE, n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
+    "FSDP x TP, biases": (like(WIDE, "qwen2"), dict(dp="fsdp", shard=3, tp=2)),
+    "EP": (like(WIDE, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
+    "EP x TP": (like(WIDE, "mixtral", n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
 }
 
 
@@ -197,7 +198,7 @@ def test_peaks_on_one_h200(model, microbatch, checkpointing, moments, measured):
     """The steps of docs/measured.md: 8 sequences of 4,096 tokens, compiled, in bfloat16."""
     parallel = ParallelConfig(dtype=torch.bfloat16, compile=True, checkpointing=checkpointing)
     parallel = replace(parallel, moments=moments)
-    work = Work(build_on_meta(PRESETS[model]), parallel, 8, microbatch, 4096, on_gpu=True)
+    work = Work(build_on_meta(find_preset(model)), parallel, 8, microbatch, 4096, on_gpu=True)
     assert holds(work)["peak"] == pytest.approx(measured, rel=0.01)
 
 

@@ -38,6 +38,8 @@ PART_OF = {
     "finetune_lora": "lora",
     "files.adapters": "lora",
     "techniques.expert_parallel": "techniques.experts",
+    "models.mixtral": "techniques.experts",
+    "models.qwen3_moe": "techniques.experts",
     "techniques.muon": "techniques.optimizers",
     "techniques.bfloat16_moments": "techniques.optimizers",
 }

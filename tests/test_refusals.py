@@ -52,8 +52,9 @@ REFUSALS = """
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
-1 | train --n-experts 4 --ep 2 | --ep 2 must divide the 1 ranks along shard x tp, or all 1
-2 | train --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
+1 | train --n-experts 8 | --n-experts is of other models: give --model tiny-experts
+1 | train --model tiny-experts --n-experts 4 --ep 2 | --ep 2 must divide the 1 ranks
+2 | train --model tiny-experts --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp diloco --every 5 | --dp diloco is retired: use --dp hsdp; labs/rarely ... 86671ca

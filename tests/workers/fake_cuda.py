@@ -17,7 +17,6 @@ import sysconfig
 import tempfile
 import traceback
 import zlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -223,6 +222,7 @@ def tolist(tensor: torch.Tensor) -> list:
 # ------------------------------------------------------------------------------------ the cases
 
 pretend()
+from models.qwen3 import Qwen3Config
 from plumbing import devices
 
 devices.has_triton = lambda device: device.type == "cuda" and not GPU["is old"]
@@ -285,7 +285,8 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
     world = with_mesh(Process(rank, parallel.size, 0, parallel.size, DEVICE), parallel)
     layers = parallel.pp * parallel.stages_per_rank + 1
-    model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, base_bits=bits)
+    kind = Qwen3Config if qk_norm else LlamaConfig
+    model = build_on_meta(kind(**vars(CONFIG) | dict(n_layers=layers)), lora, base_bits=bits)
     runner = parallelize(model, world, lambda model: None)
     optimizer = make_optimizer(model, world)
     tokens = torch.zeros(4, 96, dtype=torch.int64)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from checkpoint import read_config
 from config import ParallelConfig
 from files.loading import load_weights
-from model import Llama
 from parallel import parallelize, with_mesh
 from plumbing.joining import init_distributed
 from plumbing.processes import run
@@ -42,7 +41,7 @@ def main() -> None:
     world = with_mesh(process, ParallelConfig("fsdp", shard=process.size))
     for directory in map(Path, sys.argv[1:]):
         with torch.device("meta"):
-            model = Llama(read_config(directory)["model"])
+            model = read_config(directory)["model"].build()
         # The shard is written to beforehand: memory counts as used only from its first write on.
         parallelize(model, world, lambda model: [p.data.zero_() for p in model.parameters()])
         before = anonymous_bytes()

@@ -1,6 +1,6 @@
 """Train cases. Arguments: a JSON file of cases, and a file for the results.
 
-A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
+A case has "parallel" (fields of ParallelConfig), "config" (see config_of) and "packed"; it may
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
 is a tenth. "objective" is a loss of preferences.py, which then trains on rows of pairs, or
@@ -31,6 +31,7 @@ from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
+from models.family import families
 from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
 from plumbing.joining import init_distributed
@@ -174,12 +175,18 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     return sum(event.count for event in events if is_attention(event.key))
 
 
+def config_of(values: dict) -> LlamaConfig:
+    """Return a configuration from its fields, and "family" for another than Llama's."""
+    rest = dict(values)
+    return families()[rest.pop("family", "llama")].config(**rest)
+
+
 def build(config: dict, lora: dict | None = None) -> Llama:
     """Return a model on meta; `lora` has fields of LoRA, and base_bits."""
     settings = dict(lora or {})
     bits = settings.pop("base_bits", 16)
     adapter = LoRA(**settings) if lora else None
-    return build_on_meta(LlamaConfig(**config), adapter, base_bits=bits)
+    return build_on_meta(config_of(config), adapter, base_bits=bits)
 
 
 @torch.no_grad()

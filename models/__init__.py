@@ -1,0 +1,1 @@
+"""One model a file: what differs from Llama, which model.py is."""

@@ -1,0 +1,130 @@
+"""The record in which a model's file answers all other files, and how that file is found.
+
+model.py is Llama. Another model is one file, here or a student's own, that says what differs:
+
+    a configuration       a subclass of LlamaConfig; its fields are flags, its `build` makes a model
+    classes               of Llama, Block, Attention or FeedForward, which do it in another way
+    MODEL = Family(...)   what flags, tensor parallelism and files have to know
+
+    torchrun train.py --model mine.py            its first preset
+    torchrun train.py --model mine.py:large      another
+
+A checkpoint names the file of its model and never brings it: a file of somebody's checkpoint could
+run any code. So mine.py must lie in the folder where a command is given, or beside model.py.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from model import LlamaConfig
+from plumbing.messages import UserError
+
+HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"  # the files of this folder with a MODEL
+# All that a real model has matters in this small one: grouped queries, the epsilon, and each range
+# of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
+SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
+SMALL |= dict(norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
+
+
+@dataclass(frozen=True)
+class Published:
+    """How other programs know a model. "Fields" are those of a Hugging Face config.json, unless
+    they are said to be the configuration's."""
+
+    logits: tuple[float, ...]  # of the small model, as transformers computes them
+    # Module -> its name in Hugging Face's files, beside formats.HF_NAMES. {} is the number of an
+    # expert, each of which has a matrix of its own there.
+    names: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)  # the configuration's -> theirs
+    defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # what transformers takes for missing ones
+    renamed: dict[str, str] = field(default_factory=dict)  # a field -> its other name
+    supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
+    absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
+    read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
+    # Configuration -> norms whose weights RoPE pairs like rows of wq, with their number of heads.
+    paired: Callable = lambda config: {}
+    unpublished: Callable = lambda config: ""  # why nobody else knows such a configuration, or ""
+    # The order of rows of wq and wk in llama.cpp's files, "meta" or "hf"; "": none are written.
+    gguf_rows: str = ""
+    gguf_names: dict[str, str] = field(default_factory=dict)  # module -> name, beside gguf.NAMES
+
+
+@dataclass(frozen=True, eq=False)  # so that functions can be cached by family
+class Family:
+    """The answers of one model's file. Each has a default, which is Llama's."""
+
+    name: str  # the model_type of a config.json; a student's model is called like its file
+    config: type[LlamaConfig]
+    presets: dict[str, LlamaConfig] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)  # fields of its small model, beside SMALL
+    # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
+    # since styles import torch.distributed, which a model alone does not need.
+    plan: Callable = dict
+    published: Published | None = None  # None: no other program knows the model
+    digest: str = ""  # of a student's file
+
+    @property
+    def small_config(self) -> LlamaConfig:
+        return self.config(**SMALL | self.small)
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return the models of this folder by name. models/own_file.py adds a student's."""
+    return {name: importlib.import_module(f"models.{name}").MODEL for name in HERE}
+
+
+def family_of(config: LlamaConfig) -> Family:
+    """Return the family of a configuration, by its class."""
+    for family in families().values():
+        if family.config is type(config):
+            return family
+    raise UserError(f"no MODEL has {type(config).__name__}: give its file as --model FILE.py")
+
+
+def find_preset(name: str) -> LlamaConfig:
+    """Return the configuration that --model names: a preset, FILE.py, or FILE.py:PRESET."""
+    path, _, preset = name.partition(":")
+    if path.endswith(".py"):
+        from models.own_file import load_file  # here, as below: most models need none
+
+        known = load_file(path).presets
+        preset = preset or next(iter(known))
+    else:
+        known = presets()
+        preset = name
+    if preset not in known:
+        raise UserError(f"no model '{name}': choose one of {', '.join(known)}")
+    return known[preset]
+
+
+def presets() -> dict[str, LlamaConfig]:
+    """Return the configurations of all models by name."""
+    found = {}
+    for family in families().values():
+        found |= family.presets
+    return found
+
+
+def own_fields(kind: type[LlamaConfig]) -> set[str]:
+    """Return the names of the fields of a configuration that LlamaConfig has not."""
+    return {f.name for f in fields(kind)} - {f.name for f in fields(LlamaConfig)}
+
+
+def family_named(name: str, digest: str = "") -> Family:
+    """Return the family that a checkpoint names. A student's file is loaded by its bare name; a
+    loaded one with another name and the same `digest` is the same model."""
+    for family in families().values():
+        if family.name == name or (digest and family.digest == digest):
+            return family
+    if name.endswith(".py"):
+        from models.own_file import load_file
+
+        return load_file(Path(name).name)
+    raise UserError(f"there is no model {name} here: choose one of {', '.join(families())}")

@@ -1,0 +1,39 @@
+"""Load a student's file: a model that is none of this folder's (models/family.py says how)."""
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from models.family import Family, families
+from plumbing.messages import UserError
+
+
+def load_file(path: str) -> Family:
+    """Return the family of a student's file. A bare name is also looked for beside model.py.
+
+    Raises UserError if there is no such file, or no MODEL with presets in it."""
+    beside_model = Path(__file__).resolve().parent.parent / path
+    file = next((file for file in (Path(path), beside_model) if file.is_file()), None)
+    if file is None:
+        raise UserError(f"there is no file {path}, in this folder or beside model.py")
+    if file.name in families():
+        return families()[file.name]
+    if file.stem in sys.modules:
+        raise UserError(f"{path} has the name of a module that is loaded already: rename it")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # which dataclasses and pickle look for
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[file.stem]
+        raise UserError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    model = getattr(module, "MODEL", None)
+    if not isinstance(model, Family) or not model.presets:
+        raise UserError(f"{path} is no model: it needs MODEL = Family(...) with presets")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    family = replace(model, name=file.name, digest=digest)
+    families()[file.name] = family
+    return family

@@ -1,0 +1,70 @@
+"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388).
+
+What differs from Llama: queries and keys are normalized, head by head, before they are rotated
+(Henry et al. 2020, arXiv:2010.04245). Heads are 128 wide, whatever the model's width.
+"""
+
+from dataclasses import dataclass
+
+import model
+from model import LlamaConfig, RMSNorm
+from models.family import Family, Published
+
+
+@dataclass(frozen=True)
+class Qwen3Config(LlamaConfig):
+    def build(self):
+        return Qwen3(self)
+
+    @property
+    def normed_dim(self):
+        return self.q_dim + self.kv_dim
+
+
+class Attention(model.Attention):
+    def __init__(self, config: Qwen3Config, layer: int):
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def queries(self, x):
+        return self.q_norm(super().queries(x))
+
+    def keys(self, x):
+        return self.k_norm(super().keys(x))
+
+
+class Block(model.Block):
+    attention_type = Attention
+
+
+class Qwen3(model.Llama):
+    block_type = Block
+
+
+def plan():
+    from techniques.parallel_layers import HEAD_NORM
+
+    return {"layers.*.attention.q_norm": HEAD_NORM, "layers.*.attention.k_norm": HEAD_NORM}
+
+
+def paired(config):
+    return {"q_norm": 1, "k_norm": 1}  # all heads share them
+
+
+NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+
+MODEL = Family(
+    "qwen3",
+    Qwen3Config,
+    small=dict(head_dim=12),
+    plan=plan,
+    published=Published(
+        logits=(0.375690, 1.428518, 0.098595, 1.908493),
+        names=NAMES,
+        defaults=dict(rope_theta=1e4, rms_norm_eps=1e-6, num_key_value_heads=32, head_dim=128),
+        paired=paired,
+        gguf_rows="hf",
+        gguf_names={"attention.q_norm": "attn_q_norm", "attention.k_norm": "attn_k_norm"},
+    ),
+)
