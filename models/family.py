@@ -105,10 +105,10 @@ def find_preset(name: str) -> LlamaConfig:
 
 
 def presets() -> dict[str, LlamaConfig]:
-    """Return the configurations of all models by name."""
+    """Return the configurations of this folder's models by name."""
     found = {}
-    for family in families().values():
-        found |= family.presets
+    for name in HERE:
+        found |= families()[name].presets
     return found
 
 

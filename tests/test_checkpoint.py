@@ -205,7 +205,7 @@ def test_code_in_torchs_index_is_not_run(tmp_path, capsys):
     index.write_bytes(pickle.dumps(metadata))
     (saved / CHECKSUMS).unlink()  # an attacker would write new checksums
     metadata = json.loads((saved / "config.json").read_text())
-    complete(saved, metadata, BYTES, checksums(saved, saved.glob("weights/__*")))
+    complete(saved, LlamaConfig(), metadata, BYTES, checksums(saved, saved.glob("weights/__*")))
     with pytest.raises(UserError, match=r"holds more than an index of tensors: builtins\.print"):
         checkpoint.load_pretrained(saved)
     assert "code from" not in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""models/: how a model's file is found, and a student's own file in every script.
+
+That the published models compute what transformers computes is in test_model.py, test_formats.py
+and test_export.py; test_exact.py trains them under every split."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import CHANGES, ROOT, changed_copy, like, metrics, needs_2_13, refused, slow, succeed
+from conftest import launch as launch_script
+from exact import GROUPED
+from test_train import SIZES, as_flags, same_metrics
+
+from files.old_models import family_of_old
+from model import PRESETS, LlamaConfig
+from models.family import HERE, families, family_of, find_preset, presets
+from plumbing.json_files import JsonFile
+from plumbing.messages import UserError
+
+OWN_FILES = sorted(path.name for path in CHANGES.glob("*.py"))
+SPLITS = {
+    "ddp": dict(dp="ddp"),
+    "fsdp": dict(dp="fsdp", checkpointing="full"),
+    "tp": dict(tp=2),
+    "pp": dict(pp=2, microbatch=2),
+    "cp": dict(cp=2, dp="fsdp"),
+}
+
+
+def with_file(copy, name: str):
+    """Return the first arguments of `launch` for a copy of the project with a student's file."""
+    changed = changed_copy(copy)
+    shutil.copy(CHANGES / name, copy)
+    return changed
+
+
+def flags(corpus, out, **more) -> list[str]:
+    """Return the flags of a short run in float64; the sizes are of the model's preset."""
+    given = dict(data=corpus, out=out, steps=4, seq_len=24, batch=8, lr=1e-2, warmup=2)
+    given |= dict(
+        eval_every=0, save_every=2, dtype="float64", optimizer="adamw", dim=32, n_layers=3
+    )
+    return as_flags(given | dict(ffn_dim=48) | more)
+
+
+@pytest.mark.parametrize("name", ["nope.py", *(slow(n) for n in OWN_FILES if n != "nope.py")])
+def test_a_students_file_trains_resumes_generates_and_is_tuned(name, corpus, sums, tmp_path):
+    copy = with_file(tmp_path / "copy", name)
+    out, adapter = tmp_path / "run", tmp_path / "adapter"
+    run = ["train.py", "--model", name, *flags(corpus, out, eval_every=4)]
+    told = succeed(*copy, *run, "--keep", 0).out
+    assert "model.py was changed" not in told
+    expected = metrics(out)
+    shutil.rmtree(out / "step-00000004")
+    split = dict(tp=2) if torch.__version__ >= "2.13" else dict(dp="fsdp")
+    succeed(*copy, *run, "--resume", *as_flags(split), nproc=2)
+    same_metrics(metrics(out), expected)
+    saved = json.loads((out / "step-00000004/config.json").read_text())
+    assert saved["family"] == name and len(saved["digest"]) == 64 and len(saved["logits"]) == 4
+    tuning = dict(steps=2, seq_len=96, batch=4, eval_every=0, save_every=0, dtype="float64")
+    tuning |= dict(init=out, data=sums, out=adapter)
+    succeed(*copy, "finetune_lora.py", *as_flags(tuning))
+    said = ["--prompt", "1 and", "--max-new-tokens", 8, "--temperature", 0]
+    succeed(*copy, "generate.py", out, *said)
+    succeed(*copy, "generate.py", out, "--adapter", adapter, *said)
+    refused(launch_script(*copy, "checkpoint.py", "export", out, tmp_path / "hf",
+                          "--format", "hf"),
+            f"no other program knows the models of {name}")  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_2_13
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_students_file_trains_alike_on_every_split(name, split, corpus, tmp_path):
+    copy, found = with_file(tmp_path / "copy", name), []
+    for options, nproc in ((dict(), 0), (SPLITS[split], 2)):
+        out = tmp_path / f"{nproc}"
+        run = ["--model", name, *flags(corpus, out, save_every=0, **options)]
+        succeed(*copy, "train.py", *run, nproc=nproc)
+        found.append(metrics(out))
+    same_metrics(found[1], found[0])
+
+
+def test_a_file_is_found_again_or_missed_in_a_line(corpus, tmp_path):
+    """Another's file under this name is told by its logits, the same one under another by its
+    digest."""
+    copy = with_file(tmp_path / "copy", "geglu.py")
+    here, out = tmp_path / "copy", tmp_path / "run"
+    run = ["train.py", "--model", "geglu.py", *flags(corpus, out, steps=2)]
+    succeed(*copy, *run)
+    shutil.copy(here / "geglu.py", here / "mine.py")
+    (here / "geglu.py").unlink()
+    generate = "generate.py", out, "--prompt", "1", "--max-new-tokens", 2
+    refused(launch_script(*copy, *generate), "there is no file geglu.py, in this folder or beside")
+    same = ["train.py", "--model", "mine.py", *flags(corpus, out, steps=3), "--resume"]
+    assert "resumed from" in succeed(*copy, *same).out
+
+    source = (here / "mine.py").read_text()
+    (here / "geglu.py").write_text(f"{source}\n# a note\n")
+    told = succeed(*copy, *generate).err
+    assert "note: mine.py" not in told  # the run goes on with the file that it was resumed with
+    (here / "mine.py").write_text(f"{source}\n# a note\n")
+    assert "note: mine.py was changed since it trained" in succeed(*copy, *generate).err
+    (here / "mine.py").write_text(source.replace("F.gelu", "F.silu"))
+    told = succeed(*copy, *generate).err
+    assert "warning: mine.py computes other logits from the same weights than the code" in told
+
+
+BAD_FILES = {
+    "x = 1": "mine.py is no model: it needs MODEL = Family(...) with presets",
+    "import nothing_like_this": "mine.py cannot be run: ModuleNotFoundError: No module named",
+    "from models.family import Family\nfrom model import LlamaConfig\n"
+    "MODEL = Family('mine', LlamaConfig)": "mine.py is no model: it needs MODEL",
+}
+
+
+@pytest.mark.parametrize("source", BAD_FILES, ids=["nothing", "raises", "no presets"])
+def test_a_file_that_is_no_model_is_refused(source, tmp_path):
+    (tmp_path / "mine.py").write_text(source)
+    refused(launch_script("train.py", "--model", tmp_path / "mine.py"), BAD_FILES[source])
+
+
+def test_models_that_are_not_found_are_refused():
+    for name, problem in (
+        ("llama9", "no model 'llama9': choose one of tiny, small"),
+        ("absent.py", "there is no file absent.py"),
+        (f"{CHANGES}/nope.py:huge", "nope.py:huge': choose one of tiny"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            find_preset(name)
+
+
+def test_a_size_of_another_model_is_refused():
+    for words, problem in (
+        (["--n-experts", 8], "--n-experts is of other models: give --model tiny-experts, or"),
+        (["--model", "small", "--top-k=2"], "--top-k is of other models"),
+    ):
+        refused(launch_script("train.py", *words), problem)
+
+
+def test_presets_belong_to_one_family():
+    assert PRESETS.items() <= presets().items()
+    find_preset(f"{CHANGES}/nope.py")  # whose "tiny" is no other model's
+    for name, config in presets().items():
+        assert family_of(config).presets[name] is config
+    assert len(presets()) == sum(len(families()[name].presets) for name in HERE)
+
+
+def test_weights_of_another_family_are_refused(corpus, tmp_path):
+    given = [*SIZES, "--data", corpus, "--seq-len", 24, "--batch", 8, "--eval-every", 0]
+    succeed("train.py", *given, "--steps", 1, "--out", tmp_path / "llama")
+    again = ["--init", tmp_path / "llama", "--model", "tiny-experts", *given]
+    refused(launch_script("train.py", *again, "--out", tmp_path / "experts"),
+            "a model of family llama, not mixtral")  # fmt: skip
+
+
+@pytest.mark.parametrize("switches, family", [
+    ({}, "llama"),
+    (dict(qkv_bias=True), "qwen2"),
+    (dict(qk_norm=True), "qwen3"),
+    (dict(n_experts=4), "mixtral"),
+    (dict(n_experts=4, top_k=3, balance="none", qk_norm=True), "qwen3_moe"),
+], ids=["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])  # fmt: skip
+def test_switches_of_old_checkpoints_name_a_family(switches, family, tmp_path):
+    off = dict(qk_norm=False, qkv_bias=False, n_experts=0, top_k=2, balance="bias")
+    saved = GROUPED | off | switches
+    (tmp_path / "config.json").write_text("{}")
+    found = family_of_old(JsonFile(tmp_path / "config.json"), saved)
+    assert found is families()[family]
+    known = {"n_experts", "top_k", "balance"} & switches.keys()
+    expected = like(LlamaConfig(**GROUPED), family, **{key: switches[key] for key in known})
+    assert found.config(**saved) == expected
+
+
+def test_an_old_mixture_of_models_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="has qkv_bias beside others: no model here has both"):
+        family_of_old(JsonFile(tmp_path / "config.json"), dict(qkv_bias=True, qk_norm=True))
+
+
+def test_every_model_says_in_its_head_what_differs():
+    for path in (ROOT / "models").glob("*.py"):
+        if path.stem in families() and path.stem != "llama":
+            assert "What differs from Llama: " in path.read_text().split('"""')[1], path
