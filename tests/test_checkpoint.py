@@ -19,7 +19,7 @@ from files import directories
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from generate import generate
-from model import Llama
+from model import Llama, LlamaConfig
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from runs.records import best_loss
