@@ -33,7 +33,6 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 """
 
 import contextlib
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import ParallelConfig, Work
 from model import Llama, LlamaConfig, Vocabulary, sum_of_losses
-from models.family import Family, family_of
+from models.family import family_of
 from plumbing.devices import connect, widest_float
 from plumbing.messages import UserError
 from plumbing.processes import Process
@@ -68,6 +67,7 @@ from techniques import (
     recompute,
     zero1,
 )
+from techniques.experts import experts_of
 from techniques.parallel_layers import (
     COLUMNS,
     NORM,
@@ -317,9 +317,10 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     reshards = dict(reshard_after_forward=parallel.reshard != "none")
     for block in model.layers.values():
-        if parallel.ep > 1:  # a unit of its own, over the ranks that hold the same experts
+        if parallel.ep > 1:  # units of their own, over the ranks that hold the same experts
             own_mesh = world.expert_mesh[tuple(f"expert_{dim}" for dim in dims)]
-            fully_shard(block.feed_forward.experts, **options | reshards | {"mesh": own_mesh})
+            for experts in experts_of(block).values():
+                fully_shard(experts, **options | reshards | {"mesh": own_mesh})
         fully_shard(block, **options, **reshards)
     # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -392,14 +393,10 @@ PLAN = {
 }
 
 
-@functools.cache
-def plan_of(family: Family) -> dict[str, ParallelStyle]:
-    return PLAN | family.plan()
-
-
 def style_of(path: str, config: LlamaConfig) -> ParallelStyle | None:
     """Return the style of the layer at `path`: layers.3.ffn_norm is layers.*.ffn_norm in PLAN."""
-    return plan_of(family_of(config)).get(re.sub(r"\.\d+\b", ".*", path))
+    plan = PLAN | family_of(config).plan()
+    return plan.get(re.sub(r"\.\d+\b", ".*", path))
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> None:

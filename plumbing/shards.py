@@ -78,6 +78,18 @@ def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
     return dims
 
 
+def matrices_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are matrices, or stacks of them: weight decay applies
+    to these, and Muon updates them in blocks. They are the weights of Linear and Embedding, and
+    what other layers name in `matrices`."""
+    found = set()
+    for path, layer in model.named_modules():
+        known = ("weight",) if isinstance(layer, nn.Linear | nn.Embedding) else ()
+        names = getattr(layer, "matrices", known)
+        found |= {f"{path}.{name}".lstrip(".") for name in names}
+    return found
+
+
 def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:
     """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
     alike, but of LoRA's factors one is replicated."""

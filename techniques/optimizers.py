@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model import Llama
 from plumbing.messages import UserError
-from plumbing.shards import local_squared_norm, to_local
+from plumbing.shards import local_squared_norm, matrices_of, to_local
 from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import Muon
 from techniques.zero1 import all_gather_updates, optimizer_parameters
@@ -24,14 +24,16 @@ def make_optimizer(
     """Return the optimizer that `world`, a World of parallel.py, asks for. Weight decay applies to
     matrices and not to vectors: norms, biases, magnitudes of DoRA."""
     named = optimizer_parameters(model).items()  # names identify their state in checkpoints
-    matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    vectors = [(name, p) for name, p in named if p.ndim < 2]
+    names_of_matrices = matrices_of(model)
+    matrices = [(name, p) for name, p in named if name in names_of_matrices]
+    vectors = [(name, p) for name, p in named if name not in names_of_matrices]
     groups = [{"params": matrices, "weight_decay": weight_decay}]
     if vectors:  # a plain adapter has none
         groups.append({"params": vectors, "weight_decay": 0.0})
     options = dict(lr=lr, betas=(0.9, 0.95))
     if world.parallel.optimizer == "muon":
-        optimizer = Muon(groups, **options, world=world)
+        in_blocks = {name for name in names_of_matrices if name.startswith("layers.")}
+        optimizer = Muon(groups, **options, world=world, names=in_blocks)
     elif world.parallel.moments == "bfloat16":
         optimizer = BFloat16AdamW(groups, **options)
     else:
