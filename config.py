@@ -55,8 +55,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is its own flag (plumbing/flags.py). `default` is for
     configurations built in code; with unset=None, the run chooses if the flag is missing."""
-    keeps = kind != ARITHMETIC
-    plain = flags.flag(default, help, choices=choices, keeps=keeps, **more)
+    may_change = kind != ARITHMETIC
+    plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})
 
 
@@ -218,7 +218,7 @@ OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
-RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
+MAY_CHANGE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
 
 
 def decided(asked: ParallelConfig, **chosen) -> ParallelConfig:

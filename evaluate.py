@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from config import RESUMABLE, ParallelConfig, decided
+from config import MAY_CHANGE, ParallelConfig, decided
 from data import list_left_out, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
@@ -61,7 +61,7 @@ class Evaluation(ModelToLoad):
     details: Path | None = flag(None, "write each question with the model's answer, as JSON lines",
                                 type=Path, metavar="FILE")
     # The other flags of ParallelConfig change what is learned.
-    parallel: ParallelConfig = within(ParallelConfig, [*RESUMABLE, "dtype"],
+    parallel: ParallelConfig = within(ParallelConfig, [*MAY_CHANGE, "dtype"],
                                       "how the model is split over ranks")
     # fmt: on
 

@@ -3,8 +3,8 @@
 `Run` has what all scripts share, `Pretraining` what train.py adds, and `Finetuning` what
 finetune_lora.py adds. preferences.py and rewards.py derive theirs from the last. A record is parsed
 once and never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
-Steps (text/order.py) and Work (config.py). `keeps` marks what a resumed run may change: it is still
-the same experiment, or another check refuses the change.
+Steps (text/order.py) and Work (config.py). may_change=True means that no warning is printed when a
+resumed run changes a flag: it is still the same experiment, or another check refuses the change.
 """
 
 from dataclasses import dataclass, fields, make_dataclass
@@ -45,12 +45,12 @@ class Run:
                                  "of Python's standard library)", DATA, str, nargs="+")
     skip_bad: bool = flag(False, "leave out what cannot be read; list it in a file", DATA)
     tokenizer: str | None = flag(None, "name or file (default: that of the data or of --init, or "
-                                 f"{DEFAULT_TOKENIZER})", DATA, keeps=True)
+                                 f"{DEFAULT_TOKENIZER})", DATA, may_change=True)
     seq_len: int = flag(256, "tokens per sequence", DATA)
 
     batch: int = flag(8, "sequences per step, over all processes", STEP)
     microbatch: int | None = flag(None, "sequences a rank computes at once (default: all)", STEP,
-                                  positive_int, keeps=True)
+                                  positive_int, may_change=True)
     steps: int = flag(1150, "number of optimizer steps", STEP)
     epochs: float | None = flag(None, "in place of --steps: how often the data are read", STEP,
                                 positive_float)
@@ -65,31 +65,32 @@ class Run:
     parallel: ParallelConfig = within(ParallelConfig, group=SPLIT)
 
     device: str = flag("auto", "auto: GPUs of CUDA, or else the CPU; mps: an Apple GPU, for one "
-                       "process (untested)", RUN, choices=["auto", "mps"], keeps=True)
+                       "process (untested)", RUN, choices=["auto", "mps"], may_change=True)
     out: Path | None = flag(None, "output directory of the run (default: out/NAME)", RUN, Path,
-                            keeps=True)
+                            may_change=True)
     resume: bool = flag(False, "continue from the newest checkpoint in OUT, if any", RUN,
-                        keeps=True)
+                        may_change=True)
     skip_steps: tuple[int, ...] = flag((), "steps to leave out, as one whose loss is not finite "
                                        "(default: none)", RUN, positive_int, nargs="+",
                                        metavar="STEP")
     time_limit: int = flag(0, "save and end after so many hours and minutes (default: never)",
-                           RUN, duration, keeps=True, metavar="H:MM")
+                           RUN, duration, may_change=True, metavar="H:MM")
     save_every: int = flag(500, "steps between checkpoints, 0 for one at the end", RUN,
-                           nonnegative_int, keeps=True)
+                           nonnegative_int, may_change=True)
     async_save: bool = flag(False, "write checkpoints from a copy, while it trains", RUN,
-                            keeps=True)
-    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int, keeps=True)
+                            may_change=True)
+    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int,
+                     may_change=True)
     keep_best: bool = flag(False, "also save at the lowest validation loss so far, and keep that "
-                           "as OUT/best", RUN, keeps=True)
+                           "as OUT/best", RUN, may_change=True)
     eval_every: int = flag(500, "steps between evaluations, 0 for none", RUN, nonnegative_int,
-                           keeps=True)
-    eval_windows: int = flag(512, "sequences per evaluation", RUN, keeps=True)
+                           may_change=True)
+    eval_windows: int = flag(512, "sequences per evaluation", RUN, may_change=True)
     val_data: tuple[str, ...] | None = flag(None, "validation data of the same kind (default: part "
-                                            "of --data)", RUN, str, keeps=True, nargs="+")
+                                            "of --data)", RUN, str, may_change=True, nargs="+")
     exam: Path | None = flag(None, "questions to ask at evaluations (text/exams.py)", RUN, Path,
-                             keeps=True, metavar="FILE")
-    profile: bool = flag(False, "trace three steps, in OUT/trace-RANK.json", RUN, keeps=True)
+                             may_change=True, metavar="FILE")
+    profile: bool = flag(False, "trace three steps, in OUT/trace-RANK.json", RUN, may_change=True)
 
     typed: frozenset[str] = frozenset()  # names of the flags on the command line
 
@@ -129,7 +130,7 @@ SIZES = [f for f in fields(LlamaConfig)
 
 def size_flag(name: str, kind: type):
     help = f"{name} of the model, in place of the preset's"
-    return flag(None, help, MODEL, positive_int if kind is int else str, keeps=True)
+    return flag(None, help, MODEL, positive_int if kind is int else str, may_change=True)
 
 
 Sizes = make_dataclass(
@@ -142,11 +143,11 @@ class Pretraining(Run):
     """Train a Llama."""
 
     model: str | None = flag(None, f"preset: {', '.join(PRESETS)} (default: tiny)", MODEL,
-                             keeps=True)
+                             may_change=True)
     sizes: Sizes = within(Sizes)
     text_field: str = flag("text", "field of records that holds the text", DATA, metavar="NAME")
     document_mask: bool = flag(False, "no attention across documents of a sequence", DATA)
-    prompt: str = flag("def", "prompt of the text samples at evaluations", DATA, keeps=True)
+    prompt: str = flag("def", "prompt of the text samples at evaluations", DATA, may_change=True)
 
     @property
     def default_name(self) -> str:
@@ -163,26 +164,26 @@ class Finetuning(Run):
                                  "python, docstrings to write for functions of the standard "
                                  "library)", DATA, str, nargs="+")
     tokenizer: str | None = flag(None, "name or tokenizer.model file (default: the base model's)",
-                                 DATA, keeps=True)
+                                 DATA, may_change=True)
     chat_template: str | None = flag(None, "one of the base's templates, or a file", DATA,
                                      metavar="NAME|FILE")
     seq_len: int = flag(512, "tokens per row; longer samples are cut", DATA)
     train_on_prompt: bool = flag(False, "count the loss of prompts, too", DATA)
 
     all_weights: bool = flag(False, "train all weights, in place of adapters", LORA)
-    rank: int = flag(8, "rank of the adapters", LORA, keeps=True)
-    alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, keeps=True)
-    rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, keeps=True)
-    dropout: float = flag(0.0, "dropout of the adapters' input", LORA, keeps=True)
+    rank: int = flag(8, "rank of the adapters", LORA, may_change=True)
+    alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, may_change=True)
+    rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, may_change=True)
+    dropout: float = flag(0.0, "dropout of the adapters' input", LORA, may_change=True)
     targets: tuple[str, ...] = flag(tuple(TARGETS), "matrices with an adapter, of "
                                     f"{' '.join(TARGETS)} (default: all)", LORA, choices=TARGETS,
-                                    keeps=True, nargs="+", metavar="MATRIX")
+                                    may_change=True, nargs="+", metavar="MATRIX")
     dora: bool = flag(False, "train the length of each row apart from its direction", LORA)
     base_bits: int = flag(16, "4: keep the blocks' frozen matrices in 4 bits (default: the dtype "
                           "of computation)", LORA, int, choices=[16, 4])
     merge: str | None = flag(None, "write OUT/merged at the end: the model with the last adapter, "
-                             "or with the best one", LORA, choices=["last", "best"], keeps=True,
-                             nargs="?", const="last")
+                             "or with the best one", LORA, choices=["last", "best"],
+                             may_change=True, nargs="?", const="last")
 
     steps: int = other_default(Run, "steps", 200)
     lr: float = other_default(Run, "lr", 5e-3)

@@ -285,16 +285,16 @@ def describe_mesh(world: World) -> str:
     return "; ".join(parts)
 
 
-def warn_about_changed_flags(before: dict, now: dict, kept: set[str]) -> None:
+def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
-    another experiment, and if the training data differ. Flags that are `kept` may differ. Old
+    another experiment, and if the training data differ; but not for those in `may_change`. Old
     checkpoints lack some flags. Raises UserError for another optimizer, whose state the checkpoint
     does not have, and for a run that nothing here can resume."""
     check_run(before)
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    same_experiment = kept | {"data_checksum", "token_offset"}
+    same_experiment = may_change | {"data_checksum", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()

@@ -279,7 +279,7 @@ def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
     before = read_config(undamaged)
     had = {"token_offset": 0} | before["flags"] | before.get("facts", {})  # old runs have no facts
     have = values_of(run) | facts_of(job, work, steps)
-    may_change = {name for name, spec in all_flags(type(run)).items() if spec.keeps}
+    may_change = {name for name, spec in all_flags(type(run)).items() if spec.may_change}
     records.warn_about_changed_flags(had, have, may_change)
     done, last = before["step"], job.last_step
     old_order = Order(had["batch"], had["seq_len"], had["seed"], had["token_offset"])
