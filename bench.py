@@ -338,7 +338,7 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
-    kinds["step"].append(script_of_step(words).run)
+    kinds["step"].append(script_of_step(words).flags)
     for name in COMMANDS:
         of_command = subparsers.add_parser(name, allow_abbrev=False)
         for kind in kinds[name]:

@@ -36,14 +36,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune_lora import Script, finetune, open_conversations
+from finetune_lora import Finetuning, Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from plumbing.parser import positive_float
-from runs.flags import Finetuning
 from runs.records import Totals
 from runs.scores import evenly_spaced, return_each_loss, shared_batches
 from runs.task import Task

@@ -40,14 +40,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune_lora import Script, finetune
+from finetune_lora import Finetuning, Script, finetune
 from generate import check_length, generate
 from model import IGNORE
 from parallel import unsharded, used_techniques
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
-from runs.flags import Finetuning
 from runs.records import Totals
 from runs.scores import batch_of, return_each_loss
 from runs.task import Task

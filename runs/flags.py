@@ -1,8 +1,8 @@
 """What a run is asked: frozen records whose fields are the flags of the training scripts.
 
-`Run` has what all scripts share, `Pretraining` what train.py adds, and `Finetuning` what
-finetune_lora.py adds. preferences.py and rewards.py derive theirs from the last. A record is parsed
-once and never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
+`Run` has what all scripts share, and `Pretraining` what train.py adds. finetune_lora.py adds
+`Finetuning`, from which preferences.py and rewards.py derive their own. A record is parsed once and
+never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
 Steps (text/order.py) and Work (config.py). may_change=True means that no warning is printed when a
 resumed run changes a flag: it is still the same experiment, or another check refuses the change.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from config import ParallelConfig
-from lora import TARGETS, LoRA
+from lora import LoRA
 from model import PRESETS, LlamaConfig
-from plumbing.flags import flag, other_default, within
+from plumbing.flags import flag, within
 from plumbing.messages import UserError
 from plumbing.parser import (
     duration,
@@ -26,7 +26,7 @@ from plumbing.parser import (
 from techniques.optimizers import PEAK_RATES
 from text.tokenizer import DEFAULT_TOKENIZER
 
-MODEL, DATA, STEP, RUN, LORA = "model", "data", "optimizer step", "run", "LoRA"
+MODEL, DATA, STEP, RUN = "model", "data", "optimizer step", "run"
 SPLIT = "how a step is split over ranks and computed"
 RATES = ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in PEAK_RATES.items())
 
@@ -152,82 +152,3 @@ class Pretraining(Run):
     @property
     def default_name(self) -> str:
         return self.model or ("tuned" if self.init else "tiny")
-
-
-@dataclass(frozen=True)
-class Finetuning(Run):
-    """Fine-tune a Llama with LoRA: teach it to answer."""
-
-    init: Path = flag(None, "the base model: a checkpoint, a run, or Meta's or Hugging Face's "
-                      "files", MODEL, Path, metavar="DIR", required=True)
-    data: tuple[str, ...] = flag(("python",), "JSON lines, files or directories of them (default: "
-                                 "python, docstrings to write for functions of the standard "
-                                 "library)", DATA, str, nargs="+")
-    tokenizer: str | None = flag(None, "name or tokenizer.model file (default: the base model's)",
-                                 DATA, may_change=True)
-    chat_template: str | None = flag(None, "one of the base's templates, or a file", DATA,
-                                     metavar="NAME|FILE")
-    seq_len: int = flag(512, "tokens per row; longer samples are cut", DATA)
-    train_on_prompt: bool = flag(False, "count the loss of prompts, too", DATA)
-
-    all_weights: bool = flag(False, "train all weights, in place of adapters", LORA)
-    rank: int = flag(8, "rank of the adapters", LORA, may_change=True)
-    alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, may_change=True)
-    rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, may_change=True)
-    dropout: float = flag(0.0, "dropout of the adapters' input", LORA, may_change=True)
-    targets: tuple[str, ...] = flag(tuple(TARGETS), "matrices with an adapter, of "
-                                    f"{' '.join(TARGETS)} (default: all)", LORA, choices=TARGETS,
-                                    may_change=True, nargs="+", metavar="MATRIX")
-    dora: bool = flag(False, "train the length of each row apart from its direction", LORA)
-    base_bits: int = flag(16, "4: keep the blocks' frozen matrices in 4 bits (default: the dtype "
-                          "of computation)", LORA, int, choices=[16, 4])
-    merge: str | None = flag(None, "write OUT/merged at the end: the model with the last adapter, "
-                             "or with the best one", LORA, choices=["last", "best"],
-                             may_change=True, nargs="?", const="last")
-
-    steps: int = other_default(Run, "steps", 200)
-    lr: float = other_default(Run, "lr", 5e-3)
-    weight_decay: float = other_default(Run, "weight_decay", 0.0)
-    warmup: int = other_default(Run, "warmup", 20)
-    save_every: int = other_default(Run, "save_every", 100)
-    eval_every: int = other_default(Run, "eval_every", 100)
-
-    # fmt: on
-
-    def check(self) -> None:
-        super().check()
-        of_adapters = self.base_bits == 4 or self.merge or self.dropout or self.dora
-        if self.all_weights and (of_adapters or self.parallel.reshard == "adapters"):
-            names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters"
-            raise UserError(f"{names} are for adapters: leave them out, or --all-weights")
-        if self.dropout >= 1:
-            raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
-        if self.dora and self.dropout:
-            raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
-        if self.alpha == 0:
-            raise UserError("--alpha 0 switches the adapters off: give a number above 0")
-        if self.merge == "best" and not self.keep_best:
-            raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
-
-    @property
-    def adapters(self) -> LoRA | None:
-        if self.all_weights:
-            return None
-        targets = tuple(target for target in TARGETS if target in self.targets)
-        return LoRA(self.rank, self.alpha, self.dropout, self.rslora, self.dora, targets)
-
-    @property
-    def answers_messages(self) -> bool:
-        """Whether prompts are messages of a user, and not plain text."""
-        return True
-
-    @property
-    def default_name(self) -> str:
-        init = self.init.resolve()
-        base = init.parent.name if init.name.startswith("step-") else init.name
-        return f"{base}-{self.goal}"
-
-    @property
-    def goal(self) -> str:
-        """The end of the default name."""
-        return "full" if self.all_weights else "lora"
