@@ -153,8 +153,9 @@ def open_conversations(
     run: Finetuning, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
     """Return what text/chat.py's open_samples does for such a run; `read` is passed on."""
-    options = run.seq_len, run.train_on_prompt, run.val_data, reading, read
-    return open_samples(run.data, tokenizer, *options)
+    return open_samples(
+        run.data, tokenizer, run.seq_len, run.train_on_prompt, run.val_data, reading, read
+    )
 
 
 def finetune(script: Script) -> None:
@@ -163,13 +164,13 @@ def finetune(script: Script) -> None:
     run.check()
     process, parallel = setup.join(run)
     job, examples = prepare(run, parallel, process, script)
-    lock = partial(checkpoint.lock_run, run.directory, run.resume)
-    newest = process.broadcast_from_rank_zero(lock)
-    print_rank_zero(setup.describe_strategies(run, job, process))
-    world, runner, work = setup.build(run, job, process, train.accumulate)
+    if process.rank == 0:
+        checkpoint.lock_run(run.directory, run.resume)
+    print_rank_zero(setup.describe_strategies(run, parallel, job, process))
+    world, runner, work = train.split(run, parallel, job, process)
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     task = script.task(run, job, world, work, sample_text)
-    finished = train.train(task, runner, newest)
+    finished = train.train(task, runner)
     chat = " --chat" if run.answers_messages else ""
     if run.merge and finished and world.rank == 0:
         merged = merge(run, job)
@@ -246,8 +247,7 @@ def prepare(
         val_set=val_set,
         data_checksum=checksum,
         exam=exam,
-        parallel=parallel,
-        lr=setup.peak_learning_rate(run, parallel),
+        lr=run.lr,
         last_step=last_step,
         base=base["directory"],
         techniques=techniques,

@@ -107,10 +107,6 @@ class Run:
         return None
 
     @property
-    def freezes_base(self) -> bool:
-        return self.adapters is not None
-
-    @property
     def default_name(self) -> str:
         """The name of the directory in out/, without --out."""
         raise NotImplementedError
