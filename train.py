@@ -15,7 +15,7 @@ This file is the life of a run, from top to bottom:
       update           divide gradients by all target tokens, clip them, call the optimizer
       end_step         record, save and evaluate
 
-The loop works with six records:
+The loop works with seven records:
 
     Run      what was asked: the flags                       runs/flags.py
     Job      the model and the data                          runs/setup.py
@@ -23,6 +23,7 @@ The loop works with six records:
     Work     the sizes of a step, and how it is split        config.py
     Task     what a step trains on, and its loss             runs/task.py
     Steps    those still to take, and what each reads        text/order.py
+    Totals   the results of a step, over all ranks           config.py
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
@@ -73,8 +74,8 @@ def split(
     run: Run, parallel: ParallelConfig, job: setup.Job, process: Process
 ) -> tuple[World, nn.Module, Work]:
     """Choose how to split a step, and give each rank its part of the model. Return the World, what
-    a training step calls, and the step's work. Before that `accumulate`, below, is tried on a small
-    model."""
+    a training step calls, and the step's work. `accumulate`, below, is first tried on a small
+    model, as model.py may have been changed."""
     world, work = setup.choose_split(run, parallel, job, process)
     setup.check_and_describe(job, work, world, accumulate)
     runner = parallelize(job.model, world, job.initialize)
@@ -163,8 +164,8 @@ def accumulate(
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
     does all the communication of forward and backward. `loss_of` is a task's `loss`: it makes the
     loss of a microbatch of what the model has computed. None stands for the model's own loss.
-    Returns the sum of the losses, a scalar that is
-    still on the device. In a pipeline all stages but the last return 0."""
+    Returns the sum of the losses, a scalar that is still on the device. In a pipeline all stages
+    but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches, loss_of)
@@ -197,7 +198,7 @@ def update(
     have different numbers of targets. So we add up sums, and divide once by the number of targets
     of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
     difference.
-    The all-gather also tells all ranks which signals any rank has received.
+    `received` are the signals that this rank has received; the all-gather tells them to all ranks.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
     signal = max(received, default=0)
@@ -207,7 +208,7 @@ def update(
     # Ranks along tp repeat the loss and the targets. Ranks along pp repeat the targets, but only
     # the last one has a loss.
     parallel = world.parallel
-    copies = parallel.tp * parallel.pp
+    copies = parallel.tp * parallel.pp  # of the targets
     total_loss = total_loss / parallel.tp
     total_count = total_count / copies
     total_bytes = total_bytes / copies

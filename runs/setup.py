@@ -197,6 +197,7 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     norm = torch.nn.utils.get_total_norm([p for p in weights if p.is_floating_point()])
     codes = sum(p.sum() for p in weights if not p.is_floating_point())  # NF4
     sums = world.all_gather_scalars([norm, codes])  # [ranks, 2]
+    # Arranged as the mesh is: [pp, replicate, shard * tp, 2].
     sums = sums.view(world.parallel.pp, world.parallel.replicate, -1, 2)
     first = sums[:, :1]  # those of the first replica: [pp, 1, shard * tp, 2]
     difference = (sums - first).abs()

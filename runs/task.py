@@ -84,6 +84,7 @@ class Task:
         return {"bits_per_byte": totals.bits_per_byte}
 
     def text_to_show(self, step: int) -> str:
+        """Return the text that an evaluation shows. All ranks call it."""
         return self.sample_text(step)
 
     def evaluate(self) -> Totals:
