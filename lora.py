@@ -173,9 +173,9 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        of_bias = getattr(self.bias, "placements", None)
-        # Norms are placed as magnitudes. Then follow the dropout, a number, the bias and the scale.
-        placements += placements[-1], None, of_bias, None
+        bias = getattr(self.bias, "placements", None)
+        # Those of norms, which are as for magnitudes, of dropout, bias and scale.
+        placements += [placements[-1], None, bias, None]
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -366,4 +366,6 @@ def saved_by_block(block: nn.Module, tp: int, mask: float) -> float:
     return elements - unsaved_elements
 
 
-TECHNIQUE = Technique("", holds=holds)  # no flag: always asked. add_adapters changes the model
+# It has no flag in config.py: costs/page.py asks it for every model, and finetune_lora.py lists it.
+# add_adapters is what changes the model.
+TECHNIQUE = Technique("", holds=holds)

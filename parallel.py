@@ -94,12 +94,8 @@ class World(Process):
     own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # not of the mesh
 
     @property
-    def data_size(self) -> int:
-        return self.parallel.data_size
-
-    @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch: one of data_size."""
+        """Index of this rank's share of a batch: one of parallel.data_size."""
         replica = self.mesh.get_local_rank("replicate")
         shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp
@@ -133,7 +129,7 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     if parallel.ep > 1:
         expert_mesh = expert_parallel.make_mesh(parallel, kind, own_groups)
     groups = [stage_group, *own_groups.values()]
-    if mesh.get_coordinate():  # a mesh may leave ranks out
+    if mesh.get_coordinate():  # None on ranks outside of it: one rank alone, in bench.py compare
         groups = [*map(mesh.get_group, dims), *groups]
     connect(groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     place = process.rank, process.size, process.local_rank, process.per_node, process.device
@@ -151,8 +147,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides sizes by the ranks of a mesh dimension, and is always asked what it refuses.
-SIZE_DIVIDERS = [
+# What divides a training over ranks: it is asked what it refuses even where it is not used.
+ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
 
@@ -169,7 +165,7 @@ def refusal(work: Work, *more: Technique) -> str:
         if technique.only_linear and work.model.config.n_experts:
             flag = f"--{technique.flag.replace('_', '-')}"
             return f"{flag} is not for the products of experts: leave it out"
-    for technique in (*SIZE_DIVIDERS, *used, *more):
+    for technique in (*ALWAYS_ASKED, *used, *more):
         if reason := technique.refuses(work):
             return reason
     return ""
@@ -339,8 +335,8 @@ def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> It
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate
         runner.set_reshard_after_backward(last or parallel.reshard != "none")  # free the weights
-    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last
-    with runner.no_sync() if waits else contextlib.nullcontext():
+    sends_later = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last
+    with runner.no_sync() if sends_later else contextlib.nullcontext():
         yield
     if isinstance(runner, zero1.ZeRO1):
         runner.finish_gradients()

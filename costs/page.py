@@ -96,8 +96,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     all there at the same time (see `labs/run.py predict memory`)."""
     p = work.parallel
     if pp_rank is None:  # ranks between the second and the last hold no more than the second
-        of_ranks = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
-        return max(of_ranks, key=lambda held: held["peak"])
+        candidates = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
+        return max(candidates, key=lambda held: held["peak"])
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     c = work.model.config
     L = len(part.layers)
@@ -241,8 +241,8 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     pp, by default the one that sends most (see `labs/run.py predict bytes`)."""
     p = work.parallel
     if pp_rank is None:
-        of_ranks = [sends(work, rank) for rank in range(p.pp)]
-        return max(of_ranks, key=total_payload)
+        candidates = [sends(work, rank) for rank in range(p.pp)]
+        return max(candidates, key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in used_techniques(p):
