@@ -49,7 +49,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 28_400, "techniques": 20_860, "costs": 8_857, "perf": 10_635, "runs": 12_540,
     "files": 13_667, "models": 2_339, "text": 18_150, "plumbing": 9_099, "labs": 59_967,
-    "tests": 128_120, "docs": 7_865,
+    "tests": 128_150, "docs": 7_865,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
