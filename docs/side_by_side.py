@@ -1,9 +1,9 @@
 """Set models side by side: what a model has that another has not, and what that costs.
 
-    python docs/models.py llama3.1-8b qwen3-30b-a3b     two presets in a table
-    python docs/models.py                               the table of docs/models.md anew
+    python docs/side_by_side.py llama3.1-8b qwen3-30b-a3b     two presets in a table
+    python docs/side_by_side.py                               the table of docs/models.md anew
 
-Nothing is allocated: the weights are counted on `meta`, and the cache by fake tensors.
+Nothing is allocated: weights are counted on `meta`, and the cache by fake tensors.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from costs.shapes import flops_per_token  # noqa: E402
-from model import KVCache, LlamaConfig  # noqa: E402
+from model import KVCache, LlamaConfig, rope_angles  # noqa: E402
 from models.family import HERE, family_of, find_preset  # noqa: E402
 from perf.instruments import WithoutInit, build_on_meta  # noqa: E402
 from plumbing.messages import UserError  # noqa: E402
@@ -34,13 +34,25 @@ SHOWN = {  # a preset of each family in docs/models.md
 }
 
 
+# What a block of each family has, by part, for the picture.
+ROWS = "year", "norms", "attention", "positions", "feed-forward"
+BLOCKS = {
+    "llama": ("2024", "before each part", "grouped queries", "RoPE", "SwiGLU"),
+    "qwen2": ("2024", "before each part", "biases of q, k, v", "RoPE", "SwiGLU"),
+    "qwen3": ("2025", "before each part", "q and k normed", "RoPE", "SwiGLU"),
+    "mixtral": ("2024", "before each part", "grouped queries", "RoPE", "8 experts, 2 used"),
+    "qwen3_moe": ("2025", "before each part", "q and k normed", "RoPE", "128 experts, 8 used"),
+}
+
+
 def cached_bytes(config: LlamaConfig) -> int:
-    """Return the bytes in which KVCache keeps a token, in bfloat16: counted in a forward."""
+    """Return the bytes in which KVCache keeps a token, in bfloat16: counted of three tokens."""
     cache = KVCache()
     with FakeTensorMode(), WithoutInit(), torch.no_grad():
         model = config.build()
-        positions = torch.arange(3)[None]
-        model(torch.zeros_like(positions), positions=positions, cache=cache)
+        angles = rope_angles(config, torch.arange(3)[None])
+        for block in model.layers.values():
+            block.attention(torch.empty(1, 3, config.dim), *angles, None, cache)
     kept = [tensor for layer in cache.layers.values() for tensor in layer]
     return 2 * sum(tensor.numel() for tensor in kept) // 3
 
@@ -88,10 +100,12 @@ def compare(names: list[str]) -> str:
 
 
 def what_differs(name: str) -> str:
-    """Return what the head of a model's file says after "What differs from Llama: "."""
+    """Return the sentence in the head of a model's file that says what differs from Llama."""
     head = (ROOT / f"models/{name}.py").read_text().split('"""')[1]
     _, _, said = head.partition("What differs from Llama: ")
-    return re.sub(r"\s+", " ", said.split("\n\n")[0]).strip() or "model.py itself"
+    without_sources = re.sub(r"\s+\([^)]*\)", "", said.split("\n\n")[0])
+    sentence, _, _ = re.sub(r"\s+", " ", without_sources).partition(". ")
+    return sentence.strip(" .") or "model.py itself"
 
 
 def table() -> str:
