@@ -57,22 +57,22 @@ def cached_bytes(config: LlamaConfig) -> int:
     return 2 * sum(tensor.numel() for tensor in kept) // 3
 
 
-def used_weights(config: LlamaConfig) -> int:
-    """Return how many weights a token is multiplied by. The products of a forward take two FLOPs
-    for each, and training three times as many."""
-    return flops_per_token(build_on_meta(config), seq_len=0) // 6
+def in_words(number: float) -> str:
+    """Return a number in billions or, below one, in millions."""
+    return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.2f} M"
 
 
 def facts(config: LlamaConfig) -> dict[str, str]:
     """Return what a table says of a configuration, by row."""
     model = build_on_meta(config)
     forward = flops_per_token(model, CONTEXT) / 3
-    rows = {"family": family_of(config).name}
-    rows["parameters"] = f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} B"
-    rows["weights that a token uses"] = f"{used_weights(config) / 1e9:.2f} B"
-    rows["a cached token, bfloat16"] = f"{cached_bytes(config) / 1024:.0f} KiB"
-    rows[f"FLOPs of a token after {CONTEXT:,}"] = f"{forward / 1e9:.1f} G"
-    return rows
+    return {
+        "family": family_of(config).name,
+        "parameters": in_words(sum(p.numel() for p in model.parameters())),
+        "weights that a token uses": in_words(flops_per_token(model, seq_len=0) / 6),
+        "bytes of a cached token": f"{cached_bytes(config):,}",
+        f"FLOPs of a token after {CONTEXT:,}": in_words(forward),
+    }
 
 
 def compare(names: list[str]) -> str:
