@@ -95,16 +95,22 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
     if temperature < 1e-30:  # too small to divide by
         return logits.argmax(-1)
     scaled = logits.float() / temperature
-    logits, order = scaled.sort(-1, descending=True)  # [B, V] both
+    if top_k == 0 and top_p >= 1:
+        return draw(scaled.softmax(-1), uniform)
+    ranked, order = scaled.sort(-1, descending=True)  # [B, V] both
     if top_k > 0:
-        logits[:, top_k:] = -math.inf
-    p = logits.softmax(-1)
+        ranked[:, top_k:] = -math.inf
+    p = ranked.softmax(-1)
     before = p.cumsum(-1) - p  # total probability of all more likely tokens
     p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
-    ends = p.to(uniform.dtype).cumsum(-1)  # where each token's share of [0, sum of p) ends
+    return order.gather(1, draw(p, uniform)[:, None]).squeeze(1)
+
+
+def draw(p: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index from each row of p [B, V], whose sum need not be 1, by numbers [B] -> [B]."""
+    ends = p.to(uniform.dtype).cumsum(-1)  # where each index's share of [0, sum of p) ends
     drawn = uniform[:, None] * ends[:, -1:]  # [B, 1]
-    choice = torch.searchsorted(ends, drawn)  # [B, 1]
-    return order.gather(1, choice).squeeze(1)
+    return torch.searchsorted(ends, drawn).squeeze(1)
 
 
 AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
@@ -126,8 +132,9 @@ def stream(
     """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
 
     A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
-    are left-padded; the padding is a document of its own, which no prompt attends to. If the model
-    is split over ranks, all ranks must call this with the same arguments.
+    are left-padded; the padding is a document of its own, which no prompt attends to. A prompt that
+    several rows continue is read once, and a finished row is computed no more. If the model is
+    split over ranks, all ranks must call this with the same arguments.
     A row draws by random numbers of its own, a function of the seed and the row's number (by
     default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
     model itself, without temperature, top_k and top_p."""
@@ -137,33 +144,58 @@ def stream(
         generator = generator_for(f"row {number}", seed, torch.device("cpu"))
         draws.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
     uniform = torch.stack(draws, 1).to(device)  # [max_new_tokens, B]
-    T = max(len(prompt) for prompt in prompts)
+    distinct = [*dict.fromkeys(map(tuple, prompts))]  # each is read once
+    tokens, positions = left_padded(distinct, device)
+    cache = KVCache()
+    for part, at in zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1)):
+        last = model(part, positions=at, cache=cache)
+    rows = torch.tensor([distinct.index(tuple(prompt)) for prompt in prompts], device=device)
+    take_rows(cache, rows)
+    last = last[rows]
+    positions = positions[rows, -1:]  # [B, 1]
+    running = [*range(len(prompts))]  # the prompts whose rows are left
+    for step, drawn in enumerate(uniform):
+        if step > 0:
+            positions = positions + 1
+            last = model(tokens[:, None], positions=positions, cache=cache)
+        logits = last[:, -1].to(device)  # [rows, V]
+        if not logits.amax(1).isfinite().all():
+            raise UserError("the model gives no finite logits: use weights from before it diverged")
+        tokens = sample(logits, temperature, top_k, top_p, drawn[running])
+        if log_p is not None:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_p_of_all = wide.log_softmax(-1)  # [rows, V]
+            of_step = wide.new_zeros(len(prompts))
+            of_step[running] = log_p_of_all.gather(1, tokens[:, None]).squeeze(1)
+            log_p.append(of_step)
+        new = dict(zip(running, tokens.tolist()))
+        yield [new.get(prompt) for prompt in range(len(prompts))]
+        left = [row for row, token in enumerate(new.values()) if token not in stop]
+        if not left:
+            return
+        if len(left) < len(running):  # what is finished leaves the batch
+            rows = torch.tensor(left, device=device)
+            take_rows(cache, rows)
+            tokens, positions = tokens[rows], positions[rows]
+            running = [running[row] for row in left]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions of prompts [B, T]; those of the padding count from 0, too."""
+    T = max(map(len, prompts))
     padded, places = [], []
     for prompt in prompts:
         padding = T - len(prompt)
-        padded.append([0] * padding + prompt)
+        padded.append([0] * padding + [*prompt])
         places.append([*range(padding), *range(len(prompt))])
-    tokens = torch.tensor(padded, device=device)  # [B, T]
-    positions = torch.tensor(places, device=device)  # [B, T]
-    cache = KVCache()
-    running = [True] * len(prompts)
-    for drawn in uniform:  # `tokens` are first the prompts, then a new one of each row
-        for part, at in zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1)):
-            last = model(part, positions=at, cache=cache)
-        logits = last[:, -1].to(device)  # [B, V]
-        if not logits.amax(1).isfinite().all():
-            raise UserError("the model gives no finite logits: use weights from before it diverged")
-        tokens = sample(logits, temperature, top_k, top_p, drawn)[:, None]  # [B, 1]
-        if log_p is not None:
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_p_of_all = wide.log_softmax(-1)  # [B, V]
-            log_p.append(log_p_of_all.gather(1, tokens).squeeze(1))
-        positions = positions[:, -1:] + 1  # [B, 1]
-        new = tokens.squeeze(1).tolist()
-        yield [token if alive else None for token, alive in zip(new, running)]
-        running = [alive and token not in stop for token, alive in zip(new, running)]
-        if not any(running):
-            return
+    return torch.tensor(padded, device=device), torch.tensor(places, device=device)
+
+
+def take_rows(cache: KVCache, rows: Tensor) -> None:
+    """Keep these rows of a cache, in this order; a row may be taken several times."""
+    cache.positions = cache.positions[rows]
+    for layer, (k, v) in cache.layers.items():
+        cache.layers[layer] = k[rows], v[rows]
 
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):

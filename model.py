@@ -155,8 +155,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
-    # With a mask, or in float32 on a GPU, kernels need a key/value head for each query head.
-    if mask is not None or ((q.is_cuda or q.is_mps) and q.dtype.itemsize > 2):
+    # On a GPU kernels with a mask, or for float32, need a key/value head for each query head.
+    if q.device.type != "cpu" and (mask is not None or q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Kernels are fastest without a mask: they skip later tokens and never store T x T scores.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])

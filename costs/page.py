@@ -49,8 +49,8 @@ def saved(work: Work, more: float = 0.0) -> Saved:
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
     normed = 2 * D + c.normed_dim  # what norms take: x, twice; and what else a block normalizes
-    keys = 2 * p.cp * KV  # k and v; with a mask they are repeated for each query head
-    if work.mask_width:
+    keys = 2 * p.cp * KV  # k and v; on a GPU with a mask, repeated for each query head
+    if work.mask_width and work.on_gpu:
         keys = (2 * p.cp + 1) * Q if p.cp > 1 else 2 * Q  # --cp: up to the end of each chunk
 
     # `whole` is on each rank along tp: the outputs of two norms. Ranks divide the rest, `shared`.

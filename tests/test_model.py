@@ -1,5 +1,6 @@
 """model.py against transformers, plain PyTorch and formulas, in float64."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hugging_face_model, like
+from conftest import ROOT, hugging_face_model, like
 from test_formats import our_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -283,6 +284,58 @@ def test_generation_stops_row_by_row():
             if token in stop:
                 break
         assert stopped == expected
+
+
+FROZEN = json.loads((ROOT / "tests/frozen_tokens.json").read_text())
+SAMPLED = {
+    "greedy": dict(temperature=0.0),
+    "top_k": dict(temperature=0.7, top_k=9),
+    "top_p": dict(top_p=0.8, seed=3),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_tokens_are_those_of_before(name):
+    """What 86671ca drew: two prompts are equal, and rows end at different times."""
+    family, way = name.split()
+    sizes = LlamaConfig(32, 2, 4, 4 if family == "mixtral" else 2, 48, vocab_size=101)
+    config = {
+        "gqa": replace(sizes, rope_scaling=8.0),
+        "qwen3": like(sizes, "qwen3", head_dim=16),
+        "mixtral": like(sizes, "mixtral", n_experts=4),
+    }[family]
+    model = config.build().double()
+    model.init_weights(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1.3)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
+    assert generate(model, prompts, 24, stop=(7,), **SAMPLED[way]) == FROZEN[name]
+
+
+def test_each_prompt_is_read_once_and_finished_rows_are_computed_no_more():
+    model, shapes = build(SMALL), []
+    prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
+    free = generate(model, prompts, 6, temperature=0)
+    stop = free[1][2]
+    model.tok_embeddings.register_forward_pre_hook(lambda m, x: shapes.append((*x[0].shape,)))
+    log_p = []
+    answers = generate(model, prompts, 6, temperature=0, stop=(stop,), log_p=log_p)
+    lengths = [*map(len, answers)]
+    assert answers[1] == free[1][: lengths[1]] and lengths[1] < lengths[0]
+    running = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert shapes == [(2, 3), *((rows, 1) for rows in running)]
+    assert not torch.stack(log_p)[lengths[1] :, 1].any()
+
+
+def test_without_an_order_a_draw_is_by_the_share_of_each_token():
+    """No logits are sorted: the token is the first at which the sum of probabilities exceeds the
+    number, in the order of the vocabulary."""
+    logits = torch.randn(64, 31, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    sums = (logits.float() / 0.7).softmax(-1).double().cumsum(-1)
+    expected = (sums < uniform[:, None] * sums[:, -1:]).sum(-1)
+    assert sample(logits, 0.7, 0, 1.0, uniform).equal(expected)
 
 
 def test_sampling_follows_temperature_top_k_and_top_p():
