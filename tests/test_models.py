@@ -5,6 +5,7 @@ and test_export.py; test_exact.py trains them under every split."""
 
 import json
 import math
+import random
 import shutil
 
 import pytest
@@ -32,9 +33,11 @@ from docs import side_by_side
 from files.old_models import family_of_old
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from models.family import HERE, families, family_of, find_preset, presets
+from models.mixtral import MixtralConfig
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
 from plumbing.shards import matrices_of
+from runs.equal import check_gradients, small_config
 from techniques.muon import batches_of_matrices, stacks_on_rank
 from techniques.optimizers import make_optimizer
 
@@ -250,6 +253,28 @@ def test_each_block_is_asked_what_it_holds(ep):
     counted = sum(m.size for m in matrices) + sum(math.prod(shape) for shape in stacks)
     in_blocks = [p for name, p in model.layers.named_parameters() if "norm" not in name]
     assert counted == sum(p.numel() for p in in_blocks if p.ndim > 1)
+
+
+def test_slopes_that_cancel_are_no_wrong_gradient():
+    """Here they add up to so little that the curvature of the loss is more."""
+    config = MixtralConfig(48, 3, 8, 4, 48, n_experts=4, balance="none", tie_embeddings=True)
+    check_gradients(small_config(config, 2), torch.device("cpu"))
+    check_gradients(small_config(config, 3), torch.device("cpu"), one_by_one=False)
+
+
+@pytest.mark.parametrize("shapes", [5, slow(300)])
+@pytest.mark.parametrize("family", HERE)
+def test_gradients_of_any_shape_are_the_slopes_of_the_loss(family, shapes):
+    """A small model is refused where they are not (runs/equal.py)."""
+    draw = random.Random(f"{family} {shapes}")
+    kind = families()[family].config
+    for _ in range(shapes):
+        heads = draw.choice([1, 2, 4])
+        sizes = dict(n_heads=2 * heads, n_kv_heads=heads, dim=2 * heads * draw.choice([4, 6, 8]))
+        sizes |= dict(n_layers=draw.choice([1, 2, 3]), ffn_dim=draw.choice([16, 40, 48, 96]))
+        config = kind(**families()[family].small | sizes, vocab_size=128)
+        check_gradients(small_config(config, 2), torch.device("cpu"))
+        check_gradients(small_config(config, config.n_layers), torch.device("cpu"), False)
 
 
 @pytest.mark.slow
