@@ -132,8 +132,9 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         all_saved *= most / p.stages_per_rank
     loss = _loss(part, work)
     of_token = D + 2 * F  # gradients of x, gate and up
-    if mask:  # or of whole sequences' keys and values, repeated for each query head and as they are
-        of_token = max(of_token, 2 * p.cp * (c.q_dim + c.kv_dim))
+    if mask:  # or of whole sequences' keys and values; on a GPU also repeated for each query head
+        repeated = c.q_dim if work.on_gpu else 0
+        of_token = max(of_token, 2 * p.cp * (c.kv_dim + repeated))
     backward = recomputed + N * w * of_token / p.tp
 
     gradients = max(sums, state["gradients"])
