@@ -162,10 +162,9 @@ class LoRALinear(nn.Linear):
         weight on `dim`. It is None for a parameter that is replicated.
 
         A has the weight's input features, the others have its output features."""
-        shards_outputs = dim == 0
-        dims = dict.fromkeys(self.PARAMETERS, 0 if shards_outputs else None)
+        dims = dict.fromkeys(self.PARAMETERS, 0 if dim == 0 else None)
         dims["weight"] = dim
-        dims["lora_A"] = None if shards_outputs else 1
+        dims["lora_A"] = 1 if dim == 1 else None
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:

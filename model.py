@@ -347,7 +347,7 @@ class Llama(nn.Module):
         else:
             seen = positions if cache is None else cache.add_positions(positions)
             mask = document_mask(seen, queries=tokens.shape[1])
-        cos, sin = rope_angles(self.config, positions)
+        cos, sin = self.angles(positions)
 
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
             for block in self.layers.values():
@@ -359,6 +359,9 @@ class Llama(nn.Module):
                 return self.output(x)
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
+
+    def angles(self, positions):
+        return rope_angles(self.config, positions)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import STRATEGIES, ParallelConfig
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
 from techniques.experts import Experts, GroupedLinear, Router, on_host
+from techniques.parallel_layers import local_operand
 from techniques.technique import Technique
 
 
@@ -126,13 +126,8 @@ class OfMixture(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.weight_dim is None:
             shard_parameters(module, mesh, None)
-            module.own = summed_over_tp
+            module.own = local_operand
         return module
-
-
-def summed_over_tp(p: Tensor | None) -> Tensor | None:
-    """Return a replicated parameter, of whose gradient each rank along tp has a part."""
-    return p if p is None else p.to_local(grad_placements=[Partial()])
 
 
 PLAN = {

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
@@ -79,6 +80,16 @@ def product_of_shards(product: Callable, placements: list, mesh: DeviceMesh) -> 
     return local_map(product, y, inputs, gradients, mesh)
 
 
+def local_operand(operand):
+    """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
+    LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
+    if not isinstance(operand, DTensor):
+        return operand
+    if operand.placements[0].is_replicate():
+        return operand.to_local(grad_placements=[Partial()])
+    return operand.to_local()
+
+
 class ColumnParallel(ColwiseParallel):
     """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
 
@@ -120,6 +131,46 @@ class GatherTokens(ParallelStyle):
         return module
 
 
+class OwnTokens(ParallelStyle):
+    """Replicate the matrix of a linear layer; each rank multiplies its tokens alone. x [B, T, in] is
+    sharded by tokens, or a plain tensor of this rank's tokens, and so is what is returned."""
+
+    weight_dim = None
+
+    def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        shard_parameters(layer, mesh, self.weight_dim)
+        product = getattr(layer, "product", F.linear)
+
+        def of_own_tokens(x, *operands):
+            parts = [local_operand(operand) for operand in operands]
+            y = product(to_local(x), *parts)
+            if not isinstance(x, DTensor):
+                return y
+            B, T, _ = x.shape
+            out = y.shape[2]
+            whole = dict(shape=torch.Size((B, T, out)), stride=(T * out, out, 1))
+            return DTensor.from_local(y, mesh, x.placements, run_check=False, **whole)
+
+        if hasattr(layer, "product"):
+            layer.product = of_own_tokens
+        else:
+            layer.forward = lambda x: of_own_tokens(x, layer.weight, layer.bias)
+        return layer
+
+
+class GatherFeatures(ParallelStyle):
+    """For a module that is given a rank's tokens, and whose layers gather what they need of others:
+    let its `all_tokens` all-gather features that each rank needs whole."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def all_tokens(features: DTensor) -> Tensor:
+            whole = features.redistribute(placements=[REPLICATED])
+            return whole.to_local(grad_placements=[Partial()])
+
+        module.all_tokens = all_tokens
+        return module
+
+
 class OfHeads(ParallelStyle):
     """For a module whose forward returns its `weight` [H], a number for each head: on each rank it
     then returns those of the rank's heads."""
@@ -136,6 +187,7 @@ REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D
 NORM = SequenceParallel(use_local_output=False)
 HEAD_NORM = SequenceParallel(sequence_dim=2, use_local_output=True)  # of q, k [B, T, heads, E]
 COLUMNS = ColumnParallel()
+COLUMNS_OF_OWN_TOKENS = ColumnParallel(input_layouts=SEQUENCE_SHARDED)  # it gathers x itself
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
 
 

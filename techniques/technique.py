@@ -29,7 +29,8 @@ What is set on objects of others, by one file for another:
     model.loss        chunked_loss.py computes it in chunks
     model.vocabulary  parallel.py makes it that of a shard
     module.forward    replaced by what recomputes, compiles, sends or computes by stages
-    layer.product     replaced by that of shards, or of chunks of the tokens
+    layer.product     replaced by that of shards, of chunks of the tokens, or of a rank's tokens
+    module.all_tokens  parallel_layers.py: all-gathers features of a rank's tokens
     layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
     layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates
