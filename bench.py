@@ -39,6 +39,7 @@ from config import (
     LAYOUTS,
     STRATEGIES,
     ParallelConfig,
+    Totals,
     Work,
     decided,
     in_float64,
@@ -72,9 +73,8 @@ from plumbing.processes import Process
 from runs import rules
 from runs.equal import compare_steps
 from runs.flags import Pretraining, Run, pretraining
-from runs.records import Totals
 from runs.rules import check_batch, check_parallel, check_work, requested_work
-from runs.setup import build, choose_work, join, prepare_pretraining, steps_of
+from runs.setup import choose_work, join, prepare_pretraining, steps_of
 from runs.task import Task
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
@@ -205,8 +205,9 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     process = replace(process, size=1) if is_alone(contestant) else process
     if parallel.reshard == "adapters" and not asked.lora:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
-    sizes = asked.batch, asked.seq_len, asked.microbatch
-    work = requested_work(parallel, model_of(asked), process, *sizes)
+    work = requested_work(
+        parallel, model_of(asked), process, asked.batch, asked.seq_len, asked.microbatch
+    )
     check_parallel(work, wanted.shard, process)
     parallel = with_mesh_sizes(work.parallel, process.size, process.per_node, wanted.shard)
     work = replace(work, parallel=parallel)
@@ -249,17 +250,26 @@ def step(asked: Measurement, run: Run) -> str:
         job, _ = finetune_lora.prepare(run, parallel, process, script)
     else:
         job = prepare_pretraining(run, parallel, process)
-    world, runner, work = build(run, job, process, train.accumulate)
+    world, runner, work = train.split(run, parallel, job, process)
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
     task = script.task(run, job, world, work, sample_text=None)
-    steps = steps_of(run, job, work, newest=None)
+    steps = steps_of(run, job, work, saved=[])
     task.begin(steps)
     with contextlib.closing(batches_without_end(task, steps)) as batches:
-        options = dict(clip=run.clip, loss_of=task.loss, count_of=task.count)
-        given = runner, optimizer, batches, work.microbatch
-        training = Training(world, job.model, *given, before_step=task.before_step, **options)
+        training = Training(
+            world,
+            job.model,
+            runner,
+            optimizer,
+            batches,
+            work.microbatch,
+            run.clip,
+            task.before_step,
+            task.loss,
+            task.count,
+        )
         return measure_step(training, work, asked.repeats, asked.json)
 
 
@@ -289,12 +299,10 @@ def equal(run: Pretraining) -> str:
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
         world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
         optimizer = make_optimizer(model, world, job.lr, run.weight_decay)
-        sizes = batch.count(), batch.text_bytes
-        return train.update(optimizer, loss, *sizes, clip=1.0, world=world, step=1)
+        return train.update(optimizer, loss, batch.count(), batch.text_bytes, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
-    given = whole, own, world, accumulate, update
-    first = compare_steps(job.whole.config, job.initialize, *given)
+    first = compare_steps(job.whole.config, job.initialize, whole, own, world, accumulate, update)
     return f"{DIFFER} {first}" if first else "the steps are equal"
 
 
@@ -339,12 +347,12 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
-    kinds["step"].append(script_of_step(words).run)
+    kinds["step"].append(script_of_step(words).flags)
     kinds["equal"] = [pretraining(words)]
     for name in COMMANDS:
-        of_command = subparsers.add_parser(name, allow_abbrev=False)
+        subparser = subparsers.add_parser(name, allow_abbrev=False)
         for kind in kinds[name]:
-            add_flags(of_command, kind)
+            add_flags(subparser, kind)
     typed = vars(parser.parse_args(words))
     command = typed.pop("command")
     measure, _ = COMMANDS[command]

@@ -80,21 +80,19 @@ from text.vocabulary import OtherKind, Tokenizer
 # ---------------------------------------------------------------------------------- saving a run
 
 
-def lock_run(out: Path, resume: bool = False) -> Path | None:
-    """Lock OUT until this process ends, and return its newest checkpoint, if there is one. Also
-    remove what a killed run left half-written. Call it on rank 0 only."""
+def lock_run(out: Path, resume: bool = False) -> None:
+    """Lock OUT until this process ends, and remove what a killed run left half-written. Raises
+    UserError for the record of a run that is not to be resumed. Call it on rank 0 only."""
     directories.lock_directory(out)
     for leftover in out.glob(".step-*"):
         remove(leftover, ignore_errors=True)
-    newest = (directories.checkpoints(out) or [None])[-1]
     if not resume and (out / "metrics.jsonl").exists():
         raise UserError(
             f"{out} already holds the record of a run: --resume goes on in it, or choose "
             f"another --out"
         )
-    if resume and not newest:
+    if resume and not directories.checkpoints(out):
         print(f"warning: nothing to resume in {out}: starting at step 1", file=sys.stderr)
-    return newest
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,8 @@ class Saver(contextlib.AbstractContextManager):
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
-        # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
+        # Every save writes small_logits (files/published.py), which are computed once: here, since
+        # in the thread their model would draw random numbers while dropout draws some, too.
         small_logits(family_of(model.config))
         weights = adapters(model) if self.lora else weights_of(model)
         self.size = checkpoint_bytes(weights, optimizer, self.group)
@@ -194,9 +193,11 @@ class Saver(contextlib.AbstractContextManager):
             tensors["weights"] = weights_of(self.model)
             return tensors, {}
         # In a pipeline, ranks of the same stage have adapters of the same names.
-        of_ranks = on_every_rank(lambda: tuple(adapters(self.model)), self.group)
-        first_ranks = [of_ranks.index(of_stage) for of_stage in dict.fromkeys(of_ranks)]
-        return tensors, gather_adapters(self.model, first_ranks, self.group)
+        names_of_ranks = on_every_rank(lambda: tuple(adapters(self.model)), self.group)
+        first_ranks = {}  # of each stage, by its names
+        for rank, names in enumerate(names_of_ranks):
+            first_ranks.setdefault(names, rank)
+        return tensors, gather_adapters(self.model, [*first_ranks.values()], self.group)
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()
@@ -207,9 +208,9 @@ class Saver(contextlib.AbstractContextManager):
                 dcp.save(named, checkpoint_id=hidden / name, process_group=self.group)
             own_files = hidden.glob(f"*/__{dist.get_rank()}_*")
             digests = {}
-            of_ranks = on_every_rank(lambda: directories.checksums(hidden, own_files), self.group)
-            for of_rank in of_ranks:
-                digests |= of_rank
+            ranks = on_every_rank(lambda: directories.checksums(hidden, own_files), self.group)
+            for own_digests in ranks:
+                digests |= own_digests
             on_rank_zero(lambda: self._finish(snapshot, digests), self.group)
         except (OSError, CheckpointException) as error:
             if dist.get_rank() == 0:

@@ -6,10 +6,11 @@ tests combine, and whether a resumed run may change it. costs/plans.py lists wha
 searches.
 
 A Work is one step of training: a model, how it is split, and the sequences of the step. Techniques
-refuse a Work, costs/ predicts one, and bench.py measures one.
+refuse a Work, costs/ predicts one, and bench.py measures one. Totals are the results of a step.
 """
 
 import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
@@ -55,8 +56,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is its own flag (plumbing/flags.py). `default` is for
     configurations built in code; with unset=None, the run chooses if the flag is missing."""
-    keeps = kind != ARITHMETIC
-    plain = flags.flag(default, help, choices=choices, keeps=keeps, **more)
+    may_change = kind != ARITHMETIC
+    plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})
 
 
@@ -142,6 +143,10 @@ class ParallelConfig:
         """Number of shares of a batch; ranks along tp, cp and pp work on one share together."""
         return max(1, self.replicate * self.shard // self.cp)  # too few ranks are refused later
 
+    def padded(self, rows: int) -> int:
+        """Return how many rows there are with padding that gives each share equally many."""
+        return rows + -rows % self.data_size
+
     @property
     def multiple_of_tokens(self) -> int:
         """Ranks share the tokens of a sequence evenly if their number is a multiple of this."""
@@ -161,11 +166,11 @@ class ParallelConfig:
     def expert_replicate(self) -> int:
         return self.replicate * self.shard * self.tp // self.stack_shard
 
-    def shards(self, kind: str, of: str = "") -> int:
-        """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state;
-        `of` is "expert_" for the experts under --ep."""
+    def shards(self, kind: str, prefix: str = "") -> int:
+        """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state.
+        The dimensions that experts under --ep are sharded along have the prefix "expert_"."""
         dim = self.strategy.sharded.get(kind)
-        return getattr(self, of + dim) if dim else 1
+        return getattr(self, prefix + dim) if dim else 1
 
     @property
     def recomputes(self) -> bool:
@@ -179,9 +184,15 @@ class ParallelConfig:
 
     def stride(self, dim: str) -> int:
         """How far apart neighbours in a group along `dim` are."""
-        strides = dict(shard=self.tp, cp=self.tp, replicate=self.tp * self.shard)
-        strides |= dict(pp=self.size // self.pp, expert_shard=self.ep)
-        return (strides | dict(expert_replicate=self.stack_shard)).get(dim, 1)
+        strides = dict(
+            pp=self.size // self.pp,
+            replicate=self.tp * self.shard,
+            shard=self.tp,
+            cp=self.tp,
+            expert_replicate=self.stack_shard,
+            expert_shard=self.ep,
+        )
+        return strides.get(dim, 1)
 
     @property
     def grad_bytes(self) -> int:
@@ -218,7 +229,7 @@ OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
-RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
+MAY_CHANGE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
 
 
 def decided(asked: ParallelConfig, **chosen) -> ParallelConfig:
@@ -325,3 +336,23 @@ class Work:
         if cp > 1:
             return (2 * cp + 1) * self.seq_len // (4 * cp)
         return self.seq_len if self.document else 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Results of a step or of an evaluation, over all ranks."""
+
+    loss: float  # the sum of the losses of all target tokens, in nats; or what else a task adds up
+    count: int  # by what that is divided: the target tokens, or the pairs or answers of a task
+    text_bytes: int  # bytes of text that the target tokens stand for
+    grad_norm: float = 0.0
+    signal: int = 0  # the largest number of a signal that a rank received; 0: the run goes on
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.count
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits per byte of text, comparable between tokenizers."""
+        return self.loss / math.log(2) / max(self.text_bytes, 1)

@@ -341,7 +341,7 @@ def open_windows(
 def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
     World of parallel.py; `dataset` may also be a Packed of text/packing.py."""
-    n_sequences = order.batch // world.data_size
+    n_sequences = order.batch // world.parallel.data_size
     first = world.data_rank * n_sequences
     rows = order.rows(step, dataset.sources)[first : first + n_sequences]
     return share_sequences(dataset.batch(rows), world)
@@ -359,10 +359,13 @@ def read_ahead(
         return read(step).pinned()
 
     with ThreadPoolExecutor(1) as pool:
-        futures = (pool.submit(load, step) for step in steps)
-        # pairwise takes the next item before it yields this one: so the next read has begun.
-        for future, _ in itertools.pairwise(itertools.chain(futures, [None])):
-            yield future.result().to(device)
+        ahead = None  # the batch that is being read
+        for step in steps:
+            before, ahead = ahead, pool.submit(load, step)
+            if before:
+                yield before.result().to(device)
+        if ahead:
+            yield ahead.result().to(device)
 
 
 def list_left_out(reading: Reading, name: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from config import RESUMABLE, ParallelConfig, decided
+from config import MAY_CHANGE, ParallelConfig, decided
 from data import list_left_out, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
@@ -61,7 +61,7 @@ class Evaluation(ModelToLoad):
     details: Path | None = flag(None, "write each question with the model's answer, as JSON lines",
                                 type=Path, metavar="FILE")
     # The other flags of ParallelConfig change what is learned.
-    parallel: ParallelConfig = within(ParallelConfig, [*RESUMABLE, "dtype"],
+    parallel: ParallelConfig = within(ParallelConfig, [*MAY_CHANGE, "dtype"],
                                       "how the model is split over ranks")
     # fmt: on
 
@@ -87,17 +87,17 @@ def load_split(
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     bfloat16 = process.minimum(has_bfloat16(process.device))
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
-    sizes = None, seq_len, asked.microbatch
     with torch.device("meta"):
-        model = config.build()
+        whole = config.build()
+        model = config.build()  # another one, since the model of a Work is never changed
     document = seq_len if asked.chat else 0
-    work = requested_work(parallel, model, process, *sizes, document=document)
+    work = requested_work(
+        parallel, whole, process, None, seq_len, asked.microbatch, document=document
+    )
     check_parallel(work, asked.parallel.shard, process)
     check_work(work, *techniques)  # add_adapters could not make layers in 4 bits of other sizes
-    with torch.device("meta"):
-        model = config.build()  # another one, since the model of a Work is never changed
-        if adapter or bits == 4:
-            add_adapters(model, lora, bits)
+    if adapter or bits == 4:
+        add_adapters(model, lora, bits)
     model.requires_grad_(False)
     work = replace(work, model=model)
     work, _ = choose_work(work, asked.parallel.shard, process)
@@ -133,7 +133,7 @@ def main() -> None:
     if dataset:
         totals = evaluate(model, dataset, len(dataset), asked.microbatch, world)
         losses = f"loss {totals.mean_loss:.4f}, {totals.bits_per_byte:.4f} bits/byte"
-        print_rank_zero(f"{' '.join(asked.data)}: {losses}, {totals.tokens:,} tokens")
+        print_rank_zero(f"{' '.join(asked.data)}: {losses}, {totals.count:,} tokens")
     if exam:
         scores, details = take_exam(model, exam, asked.microbatch, world)
         n_questions = f"{len(details):,} questions"

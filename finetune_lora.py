@@ -23,7 +23,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import copy
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,11 +42,12 @@ from files.loading import load_weights
 from generate import find_model
 from model import Llama
 from plumbing import processes
+from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import rules, setup
-from runs.flags import Finetuning
+from runs.flags import DATA, MODEL, Run
 from runs.task import Task, sample_answers
 from techniques import nf4
 from text.chat import open_samples
@@ -55,11 +56,95 @@ from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import Tokenizer
 
+LORA = "LoRA"  # the heading of its flags in --help
+
+# fmt: off
+
+
+@dataclass(frozen=True)
+class Finetuning(Run):
+    """Fine-tune a Llama with LoRA: teach it to answer."""
+
+    init: Path = flag(None, "the base model: a checkpoint, a run, or Meta's or Hugging Face's "
+                      "files", MODEL, Path, metavar="DIR", required=True)
+    data: tuple[str, ...] = flag(("python",), "JSON lines, files or directories of them (default: "
+                                 "python, docstrings to write for functions of the standard "
+                                 "library)", DATA, str, nargs="+")
+    tokenizer: str | None = flag(None, "name or tokenizer.model file (default: the base model's)",
+                                 DATA, may_change=True)
+    chat_template: str | None = flag(None, "one of the base's templates, or a file", DATA,
+                                     metavar="NAME|FILE")
+    seq_len: int = flag(512, "tokens per row; longer samples are cut", DATA)
+    train_on_prompt: bool = flag(False, "count the loss of prompts, too", DATA)
+
+    all_weights: bool = flag(False, "train all weights, in place of adapters", LORA)
+    rank: int = flag(8, "rank of the adapters", LORA, may_change=True)
+    alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, may_change=True)
+    rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, may_change=True)
+    dropout: float = flag(0.0, "dropout of the adapters' input", LORA, may_change=True)
+    targets: tuple[str, ...] = flag(tuple(lora.TARGETS), "matrices with an adapter, of "
+                                    f"{' '.join(lora.TARGETS)} (default: all)", LORA,
+                                    choices=lora.TARGETS, may_change=True, nargs="+",
+                                    metavar="MATRIX")
+    dora: bool = flag(False, "train the length of each row apart from its direction", LORA)
+    base_bits: int = flag(16, "4: keep the blocks' frozen matrices in 4 bits (default: the dtype "
+                          "of computation)", LORA, int, choices=[16, 4])
+    merge: str | None = flag(None, "write OUT/merged at the end: the model with the last adapter, "
+                             "or with the best one", LORA, choices=["last", "best"],
+                             may_change=True, nargs="?", const="last")
+
+    steps: int = other_default(Run, "steps", 200)
+    lr: float = other_default(Run, "lr", 5e-3)
+    weight_decay: float = other_default(Run, "weight_decay", 0.0)
+    warmup: int = other_default(Run, "warmup", 20)
+    save_every: int = other_default(Run, "save_every", 100)
+    eval_every: int = other_default(Run, "eval_every", 100)
+
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        needs_adapters = self.base_bits == 4 or self.merge or self.dropout or self.dora
+        if self.all_weights and (needs_adapters or self.parallel.reshard == "adapters"):
+            names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters"
+            raise UserError(f"{names} are for adapters: leave them out, or --all-weights")
+        if self.dropout >= 1:
+            raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
+        if self.dora and self.dropout:
+            raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
+        if self.alpha == 0:
+            raise UserError("--alpha 0 switches the adapters off: give a number above 0")
+        if self.merge == "best" and not self.keep_best:
+            raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
+
+    @property
+    def adapters(self) -> lora.LoRA | None:
+        if self.all_weights:
+            return None
+        targets = tuple(target for target in lora.TARGETS if target in self.targets)
+        return lora.LoRA(self.rank, self.alpha, self.dropout, self.rslora, self.dora, targets)
+
+    @property
+    def answers_messages(self) -> bool:
+        """Whether prompts are messages of a user, and not plain text."""
+        return True
+
+    @property
+    def default_name(self) -> str:
+        init = self.init.resolve()
+        base = init.parent.name if init.name.startswith("step-") else init.name
+        return f"{base}-{self.goal}"
+
+    @property
+    def goal(self) -> str:
+        """The end of the default name."""
+        return "full" if self.all_weights else "lora"
+
 
 class Script(NamedTuple):
     """The parts of `finetune` in which finetune_lora.py, preferences.py and rewards.py differ."""
 
-    run: type[Finetuning]  # what the script is asked
+    flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
     task: type[Task] = Task
 
@@ -68,23 +153,24 @@ def open_conversations(
     run: Finetuning, tokenizer: Tokenizer, reading: Reading, read: Callable = conversations
 ) -> tuple:
     """Return what text/chat.py's open_samples does for such a run; `read` is passed on."""
-    options = run.seq_len, run.train_on_prompt, run.val_data, reading, read
-    return open_samples(run.data, tokenizer, *options)
+    return open_samples(
+        run.data, tokenizer, run.seq_len, run.train_on_prompt, run.val_data, reading, read
+    )
 
 
 def finetune(script: Script) -> None:
     """Train adapters, or all weights, for the task of a script."""
-    run = parse(script.run)
+    run = parse(script.flags)
     run.check()
     process, parallel = setup.join(run)
     job, examples = prepare(run, parallel, process, script)
-    lock = partial(checkpoint.lock_run, run.directory, run.resume)
-    newest = process.broadcast_from_rank_zero(lock)
-    print_rank_zero(setup.describe_strategies(run, job, process))
-    world, runner, work = setup.build(run, job, process, train.accumulate)
+    if process.rank == 0:
+        checkpoint.lock_run(run.directory, run.resume)
+    print_rank_zero(setup.describe_strategies(run, parallel, job, process))
+    world, runner, work = train.split(run, parallel, job, process)
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     task = script.task(run, job, world, work, sample_text)
-    finished = train.train(task, runner, newest)
+    finished = train.train(task, runner)
     chat = " --chat" if run.answers_messages else ""
     if run.merge and finished and world.rank == 0:
         merged = merge(run, job)
@@ -161,8 +247,7 @@ def prepare(
         val_set=val_set,
         data_checksum=checksum,
         exam=exam,
-        parallel=parallel,
-        lr=setup.peak_learning_rate(run, parallel),
+        lr=run.lr,
         last_step=last_step,
         base=base["directory"],
         techniques=techniques,

@@ -132,11 +132,11 @@ def stream(
     default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
     model itself, without temperature, top_k and top_p."""
     device = next(model.parameters()).device
-    of_rows = []
+    draws = []
     for number in range(len(prompts)) if numbers is None else numbers:
         generator = generator_for(f"row {number}", seed, torch.device("cpu"))
-        of_rows.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
-    uniform = torch.stack(of_rows, 1).to(device)  # [max_new_tokens, B]
+        draws.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
+    uniform = torch.stack(draws, 1).to(device)  # [max_new_tokens, B]
     T = max(len(prompt) for prompt in prompts)
     padded, places = [], []
     for prompt in prompts:

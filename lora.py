@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,7 @@ class LoRALinear(nn.Linear):
 
     # All but the bias, in the order of product's arguments. What a layer does not have is None.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
+    matrices = ("weight", "lora_A", "lora_B")
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
         out, width = base.out_features, base.in_features
@@ -171,9 +172,9 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        of_bias = getattr(self.bias, "placements", None)
-        # Norms are placed as magnitudes. Then follow the dropout, a number, the bias and the scale.
-        placements += placements[-1], None, of_bias, None
+        bias = getattr(self.bias, "placements", None)
+        # Those of norms, which are as for magnitudes, of dropout, bias and scale.
+        placements += [placements[-1], None, bias, None]
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -328,14 +329,19 @@ def quantize_base(
 
 
 def holds(model: Llama, work) -> dict[str, float]:
-    """Return how many elements per token a block saves for backward beyond a block without
-    adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
+    """Return how many elements per token a block saves for backward, on average, beyond a block
+    without adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
     CPU in elements); with DoRA also the y that is scaled. An input that only frozen layers read is
     no longer saved, except that of wo: it is attention's output, which attention saves."""
-    tp = work.parallel.tp
+    mask = 1 / work.parallel.weight_bytes if work.fused else 1
+    saved = [saved_by_block(block, work.parallel.tp, mask) for block in model.layers.values()]
+    return {"saved": sum(saved) / len(saved)}
+
+
+@lru_cache(4096)
+def saved_by_block(block: nn.Module, tp: int, mask: float) -> float:
     elements = 0.0
     inputs = {}  # (module, row_parallel) -> (is_needed, width)
-    block = next(iter(model.layers.values()))
     for path, layer in block.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -350,14 +356,15 @@ def holds(model: Llama, work) -> dict[str, float]:
             if lora.dora:
                 elements += y_width
             if lora.dropout:
-                mask = 1 / work.parallel.weight_bytes if work.fused else 1
                 elements += (1 + mask) * x_width
         if not path.endswith("wo"):
             key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
             was_needed, _ = inputs.get(key, (False, 0))
             inputs[key] = (is_needed or was_needed, x_width)
     unsaved_elements = sum(width for is_needed, width in inputs.values() if not is_needed)
-    return {"saved": elements - unsaved_elements}
+    return elements - unsaved_elements
 
 
-TECHNIQUE = Technique("", holds=holds)  # no flag: always asked. add_adapters changes the model
+# It has no flag in config.py: costs/page.py asks it for every model, and finetune_lora.py lists it.
+# add_adapters is what changes the model.
+TECHNIQUE = Technique("", holds=holds)

@@ -33,7 +33,6 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 """
 
 import contextlib
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import ParallelConfig, Work
 from model import Llama, LlamaConfig, Vocabulary, sum_of_losses
-from models.family import Family, family_of
+from models.family import family_of
 from plumbing.devices import connect, widest_float
 from plumbing.messages import UserError
 from plumbing.processes import Process
@@ -68,6 +67,7 @@ from techniques import (
     recompute,
     zero1,
 )
+from techniques.experts import experts_of
 from techniques.parallel_layers import (
     COLUMNS,
     NORM,
@@ -94,12 +94,8 @@ class World(Process):
     own_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # not of the mesh
 
     @property
-    def data_size(self) -> int:
-        return self.parallel.data_size
-
-    @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch: one of data_size."""
+        """Index of this rank's share of a batch: one of parallel.data_size."""
         replica = self.mesh.get_local_rank("replicate")
         shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp
@@ -133,7 +129,7 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     if parallel.ep > 1:
         expert_mesh = expert_parallel.make_mesh(parallel, kind, own_groups)
     groups = [stage_group, *own_groups.values()]
-    if mesh.get_coordinate():  # a mesh may leave ranks out
+    if mesh.get_coordinate():  # None on ranks outside of it: one rank alone, in bench.py compare
         groups = [*map(mesh.get_group, dims), *groups]
     connect(groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     place = process.rank, process.size, process.local_rank, process.per_node, process.device
@@ -151,8 +147,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides sizes by the ranks of a mesh dimension, and is always asked what it refuses.
-SIZE_DIVIDERS = [
+# What divides a training over ranks: it is asked what it refuses even where it is not used.
+ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
 
@@ -169,7 +165,7 @@ def refusal(work: Work, *more: Technique) -> str:
         if technique.only_linear and work.model.config.n_experts:
             flag = f"--{technique.flag.replace('_', '-')}"
             return f"{flag} is not for the products of experts: leave it out"
-    for technique in (*SIZE_DIVIDERS, *used, *more):
+    for technique in (*ALWAYS_ASKED, *used, *more):
         if reason := technique.refuses(work):
             return reason
     return ""
@@ -317,9 +313,10 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     reshards = dict(reshard_after_forward=parallel.reshard != "none")
     for block in model.layers.values():
-        if parallel.ep > 1:  # a unit of its own, over the ranks that hold the same experts
+        if parallel.ep > 1:  # units of their own, over the ranks that hold the same experts
             own_mesh = world.expert_mesh[tuple(f"expert_{dim}" for dim in dims)]
-            fully_shard(block.feed_forward.experts, **options | reshards | {"mesh": own_mesh})
+            for experts in experts_of(block).values():
+                fully_shard(experts, **options | reshards | {"mesh": own_mesh})
         fully_shard(block, **options, **reshards)
     # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -338,8 +335,8 @@ def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> It
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate
         runner.set_reshard_after_backward(last or parallel.reshard != "none")  # free the weights
-    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last
-    with runner.no_sync() if waits else contextlib.nullcontext():
+    sends_later = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last
+    with runner.no_sync() if sends_later else contextlib.nullcontext():
         yield
     if isinstance(runner, zero1.ZeRO1):
         runner.finish_gradients()
@@ -392,14 +389,10 @@ PLAN = {
 }
 
 
-@functools.cache
-def plan_of(family: Family) -> dict[str, ParallelStyle]:
-    return PLAN | family.plan()
-
-
 def style_of(path: str, config: LlamaConfig) -> ParallelStyle | None:
     """Return the style of the layer at `path`: layers.3.ffn_norm is layers.*.ffn_norm in PLAN."""
-    return plan_of(family_of(config)).get(re.sub(r"\.\d+\b", ".*", path))
+    plan = PLAN | family_of(config).plan()
+    return plan.get(re.sub(r"\.\d+\b", ".*", path))
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> None:

@@ -27,6 +27,7 @@ docs/preferences.md says when such training helps.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,16 +37,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune_lora import Script, finetune, open_conversations
+from config import Totals
+from finetune_lora import Finetuning, Script, finetune, open_conversations
 from lora import adapters_off
 from model import IGNORE
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from plumbing.parser import positive_float
-from runs.flags import Finetuning
-from runs.records import Totals
-from runs.scores import evenly_spaced, return_each_loss, shared_batches
+from runs.scores import evenly_spaced, set_loss_of_each_target, shared_batches
 from runs.task import Task
 from text.batch import Batch
 from text.order import Steps
@@ -103,14 +103,79 @@ class Preferences(Task):
     before_step = "reference"  # the base's forward, which bench.py step times
 
     def __post_init__(self):
-        # Sums over pairs since the last call of `measures`: losses, their number, what is MEASURED.
-        self.sums = torch.zeros(2 + len(MEASURED))
-        return_each_loss(self.job.model)
+        self.sums = Counter()  # of `loss` over pairs, by name, since the last finish_measures
+        set_loss_of_each_target(self.job.model)
+
+    def batches(self, steps: Steps) -> Iterator[Batch]:
+        yield from map(self.with_base, super().batches(steps))
+
+    def with_base(self, batch: Batch) -> Batch:
+        """Return a batch with the base's log p of each target."""
+        if self.run.all_weights:
+            return batch  # it has it from `begin`
+        with adapters_off(self.job.model):
+            return replace(batch, target_values={"base_log_p": self.log_p(batch)})
+
+    def log_p(self, batch: Batch) -> Tensor:
+        """Return log p of each target, [B, T]. In a pipeline only the last stage has it and needs
+        it; the others return 0."""
+        model, parts = self.job.model, batch.microbatches(self.work.microbatch)
+        losses = [model(*part.inputs, documents=part.documents) for part in parts]
+        return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
+
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Return the sum of the losses of a batch's pairs, and add what is measured of them to
+        `sums`. `losses` [B, T] are -log p of each target."""
+        log_ratio = -losses - batch.target_values["base_log_p"]
+        rewards = self.run.beta * sums_of_answers(log_ratio, batch)  # [B, pairs, 2]
+        chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
+        margin = chosen - rejected
+        values = {
+            "loss": LOSSES[self.run.loss](margin, self.run.beta),
+            "pairs": torch.ones_like(margin),  # their sum is the number of pairs
+            "accuracy": margin > 0,
+            "margin": margin,
+            "chosen": chosen,
+            "rejected": rejected,
+        }
+        stacked = torch.stack([*values.values()])  # [6, B, pairs]
+        sums = dict(zip(values, torch.where(are_pairs(batch), stacked, 0).sum((1, 2))))
+        for name, value in sums.items():
+            self.sums[name] += value.detach()
+        return sums["loss"]
+
+    def count(self, batch: Batch) -> Tensor:
+        return are_pairs(batch).sum()
+
+    @torch.no_grad()
+    def evaluate(self) -> Totals:
+        job, world = self.job, self.world
+        self.sums.clear()
+        rows = evenly_spaced(job.val_set, self.run.eval_windows)
+        for _, batch in shared_batches(job.val_set, rows, self.work.microbatch, world):
+            batch = self.with_base(batch)
+            losses = job.model(*batch.inputs, documents=batch.documents)
+            if losses.ndim:  # other stages than the last of a pipeline have no losses but a 0
+                self.loss(losses, batch)
+        loss, pairs = self.all_summed("loss", "pairs")
+        return Totals(loss, pairs, 0)
+
+    def finish_measures(self, totals: Totals) -> dict[str, float]:
+        """Return the means of what is MEASURED over the pairs of all ranks since the last call."""
+        pairs, *sums = self.all_summed("pairs", *MEASURED)
+        self.sums.clear()
+        return {name: value / pairs for name, value in zip(MEASURED, sums)}
+
+    def all_summed(self, *names: str) -> list[float]:
+        """Return some of the `sums`, over all ranks."""
+        return self.world.all_gather_scalars([self.sums[name] for name in names]).sum(0).tolist()
+
+    # With --all-weights there are no adapters to switch off. The base is computed before step 1.
 
     def begin(self, steps: Steps) -> None:
         """With --all-weights: compute the base's log p of the rows that the run reads, and let
         batches of them have it."""
-        if self.run.references:
+        if not self.run.all_weights:
             return
         train_set, val_set = self.job.train_set, self.job.val_set
         train_rows = steps.rows(train_set.sources)
@@ -127,77 +192,22 @@ class Preferences(Task):
         Each rank fills its own entries of a table [rows, T]. They are at most 0 and all others are
         0, so the minimum over the ranks merges the tables."""
         world, T = self.world, dataset.seq_len
-        padded = len(rows) + -len(rows) % world.data_size  # as in shared_batches
         dtype = torch.promote_types(world.parallel.dtype, torch.float32)
-        log_p = torch.zeros(padded, T, dtype=dtype, device=world.device)
+        log_p = torch.zeros(world.parallel.padded(len(rows)), T, dtype=dtype, device=world.device)
         # A rank along cp has some columns of a row: their numbers tell where its log p goes.
         columns = torch.arange(T).expand(len(dataset), T)
         numbered = dataset.with_values(column=columns)
         parts = shared_batches(numbered, rows, self.work.microbatch, world, "computing the base")
-        for own_rows, batch in parts:
+        for own_rows, batch in parts:  # own_rows is a slice, so that scatter_ writes into log_p
             log_p[own_rows].scatter_(1, batch.target_values["column"], self.log_p(batch).to(log_p))
         if world.size > 1:
             dist.all_reduce(log_p, dist.ReduceOp.MIN)
-        of_all_rows = torch.zeros(len(dataset), T, dtype=dtype)
-        of_all_rows[rows] = log_p[: len(rows)].cpu()
-        return of_all_rows
-
-    def batches(self, steps: Steps) -> Iterator[Batch]:
-        yield from map(self.with_base, super().batches(steps))
-
-    def with_base(self, batch: Batch) -> Batch:
-        """Return a batch with the base's log p of each target."""
-        if not self.run.references:
-            return batch  # it has it from `begin`
-        with adapters_off(self.job.model):
-            return replace(batch, target_values={"base_log_p": self.log_p(batch)})
-
-    def log_p(self, batch: Batch) -> Tensor:
-        """Return log p of each target, [B, T]. In a pipeline only the last stage has it and needs
-        it; the others return 0."""
-        model, parts = self.job.model, batch.microbatches(self.work.microbatch)
-        losses = [model(*part.inputs, documents=part.documents) for part in parts]
-        return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
-
-    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's pairs, and add what is measured of them to
-        `sums`. `losses` [B, T] are -log p of each target."""
-        log_ratio = -losses - batch.target_values["base_log_p"]
-        rewards = self.run.beta * of_answers(log_ratio, batch)  # [B, pairs, 2]
-        chosen, rejected = rewards.unbind(-1)  # [B, pairs] each
-        margin = chosen - rejected
-        loss_of_pairs = LOSSES[self.run.loss]
-        pair_losses = loss_of_pairs(margin, self.run.beta)
-        one = torch.ones_like(margin)  # their sum is the number of pairs
-        values = torch.stack([pair_losses, one, margin > 0, margin, chosen, rejected])
-        sums = torch.where(are_pairs(batch), values, 0).sum((1, 2))
-        self.sums = self.sums.to(sums) + sums.detach()
-        return sums[0]
-
-    def count(self, batch: Batch) -> Tensor:
-        return are_pairs(batch).sum()
-
-    @torch.no_grad()
-    def evaluate(self) -> Totals:
-        job, world = self.job, self.world
-        self.sums.zero_()
-        rows = evenly_spaced(job.val_set, self.run.eval_windows)
-        for _, batch in shared_batches(job.val_set, rows, self.work.microbatch, world):
-            batch = self.with_base(batch)
-            losses = job.model(*batch.inputs, documents=batch.documents)
-            if losses.ndim:  # other stages than the last of a pipeline have no losses but a 0
-                self.loss(losses, batch)
-        loss, pairs = world.all_gather_scalars([*self.sums[:2]]).sum(0).tolist()
-        return Totals(loss, pairs, 0)
-
-    def measures(self, totals: Totals) -> dict[str, float]:
-        """Return the means of what is MEASURED over the pairs of all ranks since the last call."""
-        _, pairs, *sums = self.world.all_gather_scalars([*self.sums]).sum(0).tolist()
-        self.sums.zero_()
-        return {name: value / pairs for name, value in zip(MEASURED, sums)}
+        table = torch.zeros(len(dataset), T, dtype=dtype)
+        table[rows] = log_p[: len(rows)].cpu()
+        return table
 
 
-def of_answers(x: Tensor, batch: Batch) -> Tensor:
+def sums_of_answers(x: Tensor, batch: Batch) -> Tensor:
     """Return the sum of x [B, T] over each answer: [B, pairs, 2]. The documents of a row are the
     chosen and the rejected answer of a pair, those of the next pair, ..., and the padding at its
     end. Rows with fewer pairs than others are filled up with 0."""
@@ -206,8 +216,8 @@ def of_answers(x: Tensor, batch: Batch) -> Tensor:
 
 
 def are_pairs(batch: Batch) -> Tensor:
-    """Return which results of `of_answers` belong to a pair, and not to padding: [B, pairs]."""
-    return of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0
+    """Return which of a batch's sums_of_answers belong to a pair, not to padding: [B, pairs]."""
+    return sums_of_answers((batch.targets != IGNORE).float(), batch)[..., 0] > 0
 
 
 open_pairs = partial(open_conversations, read=pairs)

@@ -40,16 +40,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune_lora import Script, finetune
+from config import Totals
+from finetune_lora import Finetuning, Script, finetune
 from generate import check_length, generate
 from model import IGNORE
 from parallel import unsharded, used_techniques
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
-from runs.flags import Finetuning
-from runs.records import Totals
-from runs.scores import batch_of, return_each_loss
+from runs.scores import batch_of, set_loss_of_each_target
 from runs.task import Task
 from text.batch import Batch
 from text.chat import SHOWN
@@ -191,14 +190,14 @@ class Rewards(Task):
     before_step = "sampling"
 
     def __post_init__(self):
-        if self.world.parallel.shard > 1 and not self.fits:
+        if self.world.parallel.shard > 1 and not self.whole_model_fits:
             problem = "sampling needs all weights on each rank, and they do not fit"
             raise UserError(f"{problem}: give a larger --tp")
         if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
             raise UserError("products in 8 bits would differ in sampling: leave them out")
-        return_each_loss(self.job.model)
-        self.sample_text = lambda step: self.shown
-        self.own = slice(self.world.data_rank, None, self.world.data_size)  # of a step's answers
+        set_loss_of_each_target(self.job.model)
+        # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
+        self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
@@ -206,7 +205,8 @@ class Rewards(Task):
 
     def batch_of_answers(self, numbers: Sequence[int]) -> Batch:
         """Return this rank's share of a step's answers, with their advantages. `numbers` are those
-        of the answers, from the run's first."""
+        of the step's answers, counted from the first answer of the run. The number of an answer
+        tells which prompt it is to, and seeds its random numbers."""
         run = self.run
         prompts = self.job.train_set.samples
         stop = self.job.tokenizer.stop
@@ -225,8 +225,9 @@ class Rewards(Task):
             "log_ratio": 0.0,  # the largest so far, of `loss`
         }
         own_prompts = [ids for ids, _ in asked[self.own]]
-        own_answers, own_advantages = answers[self.own], advantages[self.own]
-        rows = Answers(own_prompts, own_answers, log_p, own_advantages, self.job.tokenizer)
+        rows = Answers(
+            own_prompts, answers[self.own], log_p, advantages[self.own], self.job.tokenizer
+        )
         return batch_of(rows, range(len(rows)), self.world)
 
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
@@ -236,10 +237,10 @@ class Rewards(Task):
         world = self.world
         own_prompts = [ids for ids, _ in asked[self.own]]
         own_answers, log_p = self.sample(own_prompts, numbers[self.own])
-        of_ranks = [None] * world.size
-        dist.all_gather_object(of_ranks, (self.own, own_answers))
+        shares = [None] * world.size
+        dist.all_gather_object(shares, (self.own, own_answers))
         answers = [None] * len(asked)
-        for places, its_answers in of_ranks:
+        for places, its_answers in shares:
             answers[places] = its_answers
         rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
         return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
@@ -249,13 +250,19 @@ class Rewards(Task):
         temperature 1 and without top_k and top_p, from the distribution that is trained."""
         model, run = self.job.model, self.run
         log_p = []  # of each step of the sampling
-        stop = self.job.tokenizer.stop
-        options = dict(stop=stop, seed=run.seed, numbers=numbers, log_p=log_p)
         in_training = model.training
         model.eval()
         # Ranks may run forward different numbers of times, so only the first all-gathers weights.
         with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
-            answers = generate(model, prompts, run.max_new_tokens, **options)
+            answers = generate(
+                model,
+                prompts,
+                run.max_new_tokens,
+                stop=self.job.tokenizer.stop,
+                seed=run.seed,
+                numbers=numbers,
+                log_p=log_p,
+            )
         model.train(in_training)
         return answers, torch.stack(log_p, 1)
 
@@ -291,10 +298,10 @@ class Rewards(Task):
     def count(self, batch: Batch) -> Tensor:
         return batch.target_values["begins"].sum()  # the number of answers
 
-    def measures(self, totals: Totals) -> dict[str, float]:
+    def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
-        if "log_ratio" in self.measured:
+        if self.job.model.training:  # else this is an evaluation, without a loss of tokens
             gap = self.world.all_gather_scalars([self.measured["log_ratio"]]).max().item()
             if gap > TOLERANCE[self.world.parallel.dtype]:
                 problem = f"log p of a token differs by {gap:.2g} between sampling and training"
@@ -304,9 +311,9 @@ class Rewards(Task):
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
-        prompts, shares = self.job.val_set.samples, self.world.data_size
+        prompts = self.job.val_set.samples
         limit = min(self.run.eval_windows, len(prompts))
-        padded = math.ceil(limit / shares) * shares  # so that ranks have equally many
+        padded = self.world.parallel.padded(limit)
         asked = [prompts[i % limit] for i in range(padded)]
         numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
         answers, _, rewards = self.answer(asked, numbers)
@@ -317,6 +324,9 @@ class Rewards(Task):
         rewards = rewards[:limit]
         self.measured = {"reward": rewards.mean().item()}
         return Totals(-rewards.sum().item(), limit, 0)
+
+    def text_to_show(self, step: int) -> str:
+        return self.shown
 
 
 SCRIPT = Script(Rewarding, open_prompts, Rewards)

@@ -8,13 +8,14 @@ r"""Train a Llama from scratch, or continue from existing weights.
 
 This file is the life of a run, from top to bottom:
 
-    main             flags, data and model, and how the model is split (runs/setup.py)
+    main             flags, data and model (runs/setup.py)
+    split            how the model is split over the ranks, and each rank's part of it
     train            the loop over steps, each on --batch sequences, divided over the ranks:
       accumulate       forward and backward of each microbatch; gradients add up
       update           divide gradients by all target tokens, clip them, call the optimizer
       end_step         record, save and evaluate
 
-The loop works with six records:
+The loop works with seven records:
 
     Run      what was asked: the flags                       runs/flags.py
     Job      the model and the data                          runs/setup.py
@@ -22,6 +23,7 @@ The loop works with six records:
     Work     the sizes of a step, and how it is split        config.py
     Task     what a step trains on, and its loss             runs/task.py
     Steps    those still to take, and what each reads        text/order.py
+    Totals   the results of a step, over all ranks           config.py
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
@@ -32,24 +34,26 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from checkpoint import Saver, lock_run
-from parallel import World, gradient_sync, zero_gradients
+from config import ParallelConfig, Totals, Work
+from files.directories import checkpoints
+from parallel import World, gradient_sync, parallelize, zero_gradients
 from plumbing import processes
 from plumbing.devices import widest_float
 from plumbing.flags import values_of
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
+from plumbing.processes import Process
 from runs import records, setup
 from runs.flags import Run, pretraining
 from runs.task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
-from text.batch import Batch, as_computed
+from text.batch import Batch
 
 
 def main() -> None:
@@ -57,38 +61,52 @@ def main() -> None:
     run.check()
     process, parallel = setup.join(run)  # with the processes that torchrun has started
     job = setup.prepare_pretraining(run, parallel, process)  # the data, the model on meta
-    newest = process.broadcast_from_rank_zero(partial(lock_run, run.directory, run.resume))
-    # build first checks `accumulate`, below, on a small model, then gives each rank its part.
-    world, runner, work = setup.build(run, job, process, accumulate)
+    if process.rank == 0:
+        lock_run(run.directory, run.resume)
+    world, runner, work = split(run, parallel, job, process)
     task = Task(run, job, world, work, partial(sample_text, job, run.prompt))
-    train(task, runner, newest)
+    train(task, runner)
     out = shlex.quote(str(run.directory))
     print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(run.prompt)}")
     print_rank_zero(f"curves:     python report.py {out}")
 
 
-def train(task: Task, runner: nn.Module, newest: Path | None) -> bool:
-    """Train from the `newest` checkpoint, or from step 1 if that is None, to the last step.
+def split(
+    run: Run, parallel: ParallelConfig, job: setup.Job, process: Process
+) -> tuple[World, nn.Module, Work]:
+    """Choose how to split a step, and give each rank its part of the model. Return the World, what
+    a training step calls, and the step's work. `accumulate`, below, is first tried on a small
+    model, as model.py may have been changed."""
+    world, work = setup.choose_split(run, parallel, job, process)
+    setup.check_and_describe(job, work, world, accumulate)
+    runner = parallelize(job.model, world, job.initialize)
+    setup.check_equal_replicas(job.model, world)
+    return world, runner, work
+
+
+def train(task: Task, runner: nn.Module) -> bool:
+    """Train to the last step, from the newest checkpoint that is not damaged, or from step 1.
 
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
     the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
     run, job, world, work = task.run, task.job, task.world, task.work
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
-    steps = setup.steps_of(run, job, work, newest)
+    saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
+    steps = setup.steps_of(run, job, work, saved)
     task.begin(steps)  # before a checkpoint is loaded
     setup.load(steps, run, job, optimizer)
     if steps.done >= steps.last:
         return True
     print_rank_zero(records.describe_run(run, work, world, steps.last, job.train_set.sources))
     facts = setup.facts_of(job, work, steps)
-    flags = values_of(run)
-    saver = Saver(run.directory, job.model, optimizer, job.tokenizer, flags, facts)
+    saver = Saver(run.directory, job.model, optimizer, job.tokenizer, values_of(run), facts)
     if run.init and run.eval_every and not steps.done:
         task.evaluate_and_show(0)
     recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
     # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
-    with plumbing.endings.signals_collected(run.time_limit) as stop, saver, recorder:
+    with plumbing.endings.signals_collected(run.time_limit) as received, saver, recorder:
+        # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
         for step, batch in zip(steps.to_do, task.batches(steps)):
             lr = learning_rate(step, steps.last, job.lr, run)
             for group in optimizer.param_groups:
@@ -97,36 +115,37 @@ def train(task: Task, runner: nn.Module, newest: Path | None) -> bool:
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
             loss = accumulate(runner, batch, work.microbatch, world, task.loss)
             count, text_bytes = task.count(batch), batch.text_bytes
-            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step, stop)
-            metrics = recorder.measure(step, totals, lr, task.measures(totals))
-            stopped = end_step(task, metrics, totals.stop, recorder, saver, steps.last)
-            if stopped:
+            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step, received)
+            metrics = recorder.measure(step, totals, lr, task.finish_measures(totals))
+            signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
+            if signal:
                 break
             recorder.start_step()
 
     print_rank_zero(f"checkpoint: {saver.newest}")
-    if stopped:
+    if signal:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
-    plumbing.endings.end_if_restarted(stopped)
-    return not stopped
+    plumbing.endings.end_if_restarted(signal)
+    return not signal
 
 
 def end_step(
-    task: Task, metrics: dict, stopped: int, recorder: records.Recorder, saver: Saver, last: int
+    task: Task, metrics: dict, signal: int, recorder: records.Recorder, saver: Saver, last: int
 ) -> int:
     """Record a step, save and evaluate where these are due, and save what is best. Return the
-    signal that ends the run: `stopped`, or one that came during the evaluation; 0 for none."""
+    signal that ends the run: the given one, or one that came in the evaluation; 0 for none."""
     run, step = task.run, metrics["step"]
     recorder.write(metrics)  # a run that resumes from this step's checkpoint needs it
     if step == last or is_due(step, run.save_every, last):
         saver.save(step)  # before the evaluation, which may be long
     is_best = False
-    if not stopped and is_due(step, run.eval_every, last):
-        results, stopped = task.evaluate_and_show(step)
-        is_best = recorder.write(metrics | results)
-    if is_best or stopped:
-        saver.save(step, is_best)
-    return stopped
+    if not signal and is_due(step, run.eval_every, last):
+        results, signal = task.evaluate_and_show(step)
+        is_best = recorder.is_new_best(results)
+        recorder.write(metrics | results)
+    if is_best or signal:
+        saver.save(step, is_best)  # if it was saved above, this only links OUT/best to it
+    return signal
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -135,14 +154,19 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 def accumulate(
-    runner: nn.Module, batch: Batch, microbatch: int, world: World, loss_of: Callable = as_computed
+    runner: nn.Module,
+    batch: Batch,
+    microbatch: int,
+    world: World,
+    loss_of: Callable | None = None,
 ) -> Tensor:
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
-    does all the communication of forward and backward. `loss_of` makes the loss of a microbatch of
-    what the model has computed: a task's `loss`. Returns the sum of the losses, a scalar that is
-    still on the device. In a pipeline all stages but the last return 0."""
+    does all the communication of forward and backward. `loss_of` is a task's `loss`: it makes the
+    loss of a microbatch of what the model has computed. None stands for the model's own loss.
+    Returns the sum of the losses, a scalar that is still on the device. In a pipeline all stages
+    but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches, loss_of)
@@ -150,8 +174,8 @@ def accumulate(
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            computed = runner(*part.inputs, documents=part.documents)
-            microbatch_loss = loss_of(computed, part)
+            computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
+            microbatch_loss = loss_of(computed, part) if loss_of else computed
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -165,8 +189,8 @@ def update(
     clip: float,
     world: World,
     step: int,
-    stop: Sequence[int] = (),
-) -> records.Totals:
+    received: Sequence[int] = (),
+) -> Totals:
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
 
@@ -175,24 +199,25 @@ def update(
     have different numbers of targets. So we add up sums, and divide once by the number of targets
     of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
     difference.
-    `stop` holds the signals that this rank has received; the all-gather tells them to all ranks.
+    `received` are the signals that this rank has received; the all-gather tells them to all ranks.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
-    signal = max(stop, default=0)
+    signal = max(received, default=0)
     rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm, signal])
-    losses, counts, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
+    losses, _, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
     total_loss, total_count, total_bytes, *_ = rows.sum(0)
     # Ranks along tp repeat the loss and the targets. Ranks along pp repeat the targets, but only
     # the last one has a loss.
-    tp, pp = world.parallel.tp, world.parallel.pp
-    total_loss = total_loss / tp
-    total_count = total_count / (tp * pp)
-    total_bytes = total_bytes / (tp * pp)
+    parallel = world.parallel
+    copies = parallel.tp * parallel.pp  # of the targets
+    total_loss = total_loss / parallel.tp
+    total_count = total_count / copies
+    total_bytes = total_bytes / copies
 
     # DDP and FSDP have divided the sum of gradients by n, the ranks with different tokens. We want
-    # the sum / targets, so multiply by n / targets. All ranks are n tp pp, and `counts` add up to
-    # targets tp pp: the quotient is the same.
-    scale = len(counts) / counts.sum().clamp(min=1)
+    # the sum / targets, so multiply by n / targets.
+    n = parallel.replicate * parallel.shard
+    scale = n / total_count.clamp(min=1)
     norm = squared_norms.sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
@@ -201,14 +226,13 @@ def update(
     # An update waits for the device only here, to see before the optimizer's step that all is
     # finite. `health` is not finite if a loss or a gradient is not, or if there are no targets.
     health = (losses + squared_norms).sum() / total_count
-    results = [total_loss, total_count, total_bytes, norm, signals.max(), health]
-    *numbers, health = torch.stack(results).tolist()
+    values = [total_loss, total_count, total_bytes, norm, signals.max(), health]
+    total_loss, total_count, total_bytes, norm, signal, health = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     optimizer.step()
     zero_gradients(optimizer, world)
-    total_loss, total_count, total_bytes, norm, signal = numbers
-    return records.Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))
+    return Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))
 
 
 def learning_rate(step: int, last: int, peak: float, run: Run) -> float:

@@ -96,8 +96,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     all there at the same time (see `labs/run.py predict memory`)."""
     p = work.parallel
     if pp_rank is None:  # ranks between the second and the last hold no more than the second
-        of_ranks = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
-        return max(of_ranks, key=lambda held: held["peak"])
+        candidates = [holds(work, rank) for rank in {0, 1 % p.pp, p.pp - 1}]
+        return max(candidates, key=lambda held: held["peak"])
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     c = work.model.config
     L = len(part.layers)
@@ -182,10 +182,16 @@ def _gradient_sums(all_units: list[Unit], work: Work) -> float:
 
 def _gathered(root: Unit, of_blocks: list[Unit], p: ParallelConfig) -> float:
     """Return the bytes of the weights that FSDP has gathered: the root's, and two blocks'."""
-    L = of_blocks[0].copies
-    keeps_all = p.reshard == "none" or p.shard == 1
-    blocks = L if keeps_all else min(2, L)
-    return root.gathered + blocks * sum(unit.gathered for unit in of_blocks)
+    if p.reshard == "none" or p.shard == 1:
+        return root.gathered + sum(unit.copies * unit.gathered for unit in of_blocks)
+    largest = of_block = blocks = 0
+    for unit in of_blocks:
+        if not unit.kind:  # else these are the experts of the block before
+            of_block = 0
+            blocks += unit.copies
+        of_block += unit.gathered
+        largest = max(largest, of_block)
+    return root.gathered + min(2, blocks) * largest
 
 
 def _autocast_copies(root: Unit, of_blocks: list[Unit], work: Work) -> float:
@@ -195,8 +201,11 @@ def _autocast_copies(root: Unit, of_blocks: list[Unit], work: Work) -> float:
     if p.weight_bytes == p.grad_bytes:
         return 0
     rounds_anew = p.recomputes and (p.compile or work.model.config.ffn_uses > 1)
-    blocks = 1 if rounds_anew else of_blocks[0].copies
-    return (root.trained + blocks * of_blocks[0].trained) * p.weight_bytes
+    if rounds_anew:
+        of_rounded = max(unit.trained for unit in of_blocks)
+    else:
+        of_rounded = sum(unit.copies * unit.trained for unit in of_blocks)
+    return (root.trained + of_rounded) * p.weight_bytes
 
 
 def _loss(part: Llama, work: Work) -> float:
@@ -232,8 +241,8 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     pp, by default the one that sends most (see `labs/run.py predict bytes`)."""
     p = work.parallel
     if pp_rank is None:
-        of_ranks = [sends(work, rank) for rank in range(p.pp)]
-        return max(of_ranks, key=total_payload)
+        candidates = [sends(work, rank) for rank in range(p.pp)]
+        return max(candidates, key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in used_techniques(p):

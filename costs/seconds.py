@@ -256,7 +256,7 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int) -> float:
     seconds = {"F": 1, "B": backwards}
     schedule = make_schedule(name, p, m, v)
     spans = simulate(schedule, lambda action: seconds[action.kind])
-    end = max(of_rank[-1].end for of_rank in spans)
+    end = max(rank_spans[-1].end for rank_spans in spans)
     return end - m * v * (1 + backwards)
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from config import ParallelConfig
 from model import Llama, LlamaConfig
 from parallel import style_of
+from techniques.experts import experts_of
 from techniques.parallel_layers import planned_dims
 
 
@@ -27,8 +29,8 @@ class Size(NamedTuple):
     trained: int  # elements
     frozen: int  # bytes
 
-    def without(self, part: "Size", copies: int = 1) -> "Size":
-        return Size(self.trained - copies * part.trained, self.frozen - copies * part.frozen)
+    def without(self, part: "Size") -> "Size":
+        return Size(self.trained - part.trained, self.frozen - part.frozen)
 
 
 class Unit(NamedTuple):
@@ -77,14 +79,24 @@ def size_on_rank(
     return Size(trained, frozen)
 
 
+@functools.lru_cache(1024)
 def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
-    """Return the root of a rank's part of a model, and its blocks, which are taken to be alike;
-    under --ep also the experts of the blocks."""
-    L = len(part.layers)
-    number, first_block = next(iter(part.layers.items()))
-    options = part.config, parallel.tp, parallel.weight_bytes, shards
-    block = size_on_rank(first_block, f"layers.{number}", *options)
-    root = size_on_rank(part, "", *options).without(block, copies=L)
+    """Return the root of a rank's part of a model, and its blocks, alike ones together; under --ep
+    also the experts of the blocks, which are sharded over ep and expert_shard."""
+    of_block = part.config, parallel.tp, parallel.weight_bytes, shards
+    of_experts = part.config, parallel.ep, parallel.weight_bytes, parallel.expert_shard
+    root = size_on_rank(part, "", *of_block)
+    copies = Counter()
+    for number, block in part.layers.items():
+        size = size_on_rank(block, f"layers.{number}", *of_block)
+        root = root.without(size)
+        inside = Size(0, 0)
+        if parallel.ep > 1:
+            for path, experts in experts_of(block).items():
+                place = experts, f"layers.{number}.{path}"
+                size = size.without(size_on_rank(*place, *of_block))
+                inside = size_on_rank(*place, *of_experts)
+        copies[size, inside] += 1
 
     def unit(copies: int, size: Size, kind: str = "") -> Unit:
         gathered = size.trained * parallel.weight_bytes
@@ -92,15 +104,12 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
             gathered += size.frozen
         return Unit(copies, size.trained, size.frozen, gathered, kind)
 
-    if parallel.ep == 1:
-        return [unit(1, root), unit(L, block)]
-    # Experts are sharded over ep and expert_shard, and not over tp and shard.
-    experts = first_block.feed_forward.experts
-    path = f"layers.{number}.feed_forward.experts"
-    block = block.without(size_on_rank(experts, path, *options))
-    options = part.config, parallel.ep, parallel.weight_bytes, parallel.expert_shard
-    of_experts = size_on_rank(experts, path, *options)
-    return [unit(1, root), unit(L, block), unit(L, of_experts, "expert_")]
+    found = [unit(1, root)]
+    for (size, inside), n in copies.items():
+        found.append(unit(n, size))
+        if any(inside):
+            found.append(unit(n, inside, "expert_"))
+    return found
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:

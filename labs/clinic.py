@@ -89,8 +89,8 @@ class Fault:
 
 RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
-WAITS = "    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last\n"
-CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
+LATER = "    sends_later = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last\n"
+CHECK = "    setup.check_equal_replicas(job.model, world)\n"  # would tell
 MESH = "    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)\n"
 TRANSPOSED = """\
     pp, replicate, shard, tp = sizes
@@ -108,12 +108,12 @@ FAULTS = {
     "a transposed mesh": Fault(
         "Hybrid sharding was fine on a node. On two it is slower than FSDP over all.",
         f"{TINY} --batch 16 --microbatch 2 --dp hsdp", CROSSING,
-        (("parallel.py", MESH, TRANSPOSED), ("runs/setup.py", CHECK, "")),
+        (("parallel.py", MESH, TRANSPOSED), ("train.py", CHECK, "")),
         ("with_mesh",), nodes=2, ranks=4),
     "gradients are sent in every microbatch": Fault(
         "Accumulating gradients over several microbatches made no step cheaper in communication.",
         f"{TINY} --batch 16 --microbatch 2 --dp ddp", SENT,
-        (("parallel.py", WAITS, "    waits = False\n"),),
+        (("parallel.py", LATER, "    sends_later = False\n"),),
         ("gradient_sync",)),
     "a frozen base is gathered": Fault(
         "LoRA trains 1 % of the weights. On two machines it is slower than on one.",

@@ -54,9 +54,18 @@ def paired(config):
 
 NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
+PRESETS = {  # D, layers, H, KV, F, V, longest sequence, norm_eps, theta
+    "tiny-qwen3": Qwen3Config(96, 4, 4, 2, 288, 2048, tie_embeddings=True),
+    "qwen3-0.6b": Qwen3Config(
+        1024, 28, 16, 8, 3072, 151_936, 40_960, 1e-6, 1e6, tie_embeddings=True, head_dim=128
+    ),
+    "qwen3-8b": Qwen3Config(4096, 36, 32, 8, 12_288, 151_936, 40_960, 1e-6, 1e6, head_dim=128),
+}
+
 MODEL = Family(
     "qwen3",
     Qwen3Config,
+    PRESETS,
     small=dict(head_dim=12),
     plan=plan,
     published=Published(

@@ -116,7 +116,7 @@ def measure_compare(
             continue
         make = ALONE.get(name.split()[0], make_step)
         batch = random_batch(work.model.config, work.batch, work.seq_len)
-        share = batch.microbatches(work.batch // world.data_size)[world.data_rank]
+        share = batch.microbatches(work.batch // world.parallel.data_size)[world.data_rank]
         own_batch = share_sequences(share, world).to(world.device)
         before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
         steps[name] = make(work, world, own_batch)

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from config import PART_OF, ParallelConfig, Work
+from config import PART_OF, ParallelConfig, Totals, Work
 from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
@@ -45,12 +45,12 @@ from plumbing.messages import UserError, is_rank_zero, with_progress
 from plumbing.new_files import write_atomically
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
-from runs.records import Totals, describe_traffic
+from runs.records import describe_traffic
 from techniques import bfloat16_moments
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
-from text.batch import Batch, as_computed
+from text.batch import Batch
 
 # ---------------------------------------------------------------------------------------- timing
 
@@ -283,7 +283,7 @@ class Training:
     microbatch: int
     clip: float = 1.0
     before_step: str = "data"  # what makes the batches
-    loss_of: Callable[[Tensor, Batch], Tensor] = as_computed  # those of a task
+    loss_of: Callable | None = None  # those of a task
     count_of: Callable[[Batch], Tensor] = Batch.count
 
     def __call__(self) -> Totals:
@@ -295,8 +295,15 @@ class Training:
         return train.accumulate(self.runner, batch, self.microbatch, self.world, self.loss_of)
 
     def update(self, loss: Tensor, batch: Batch) -> Totals:
-        sizes = self.count_of(batch), batch.text_bytes
-        return train.update(self.optimizer, loss, *sizes, self.clip, self.world, step=1)
+        return train.update(
+            self.optimizer,
+            loss,
+            self.count_of(batch),
+            batch.text_bytes,
+            self.clip,
+            self.world,
+            step=1,
+        )
 
     def count(self) -> tuple[Counted | None, dict[str, int | None]]:
         """Run a step without clipping under counters. Return what was counted, and the bytes of

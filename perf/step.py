@@ -119,8 +119,8 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
     """Record time stamps of forward, recompute and optimizer in the step within the context."""
     stamps = TimeStamps(training.world)
     runner = training.runner
-    of_optimizer = partial(stamps.stamp, "optimizer")
-    of_forward = partial(stamps.stamp, "forward")
+    stamp_optimizer = partial(stamps.stamp, "optimizer")
+    stamp_forward = partial(stamps.stamp, "forward")
 
     def stamped_forward(forward: Callable, *args, **kwargs):
         in_backward = torch._C._current_graph_task_id() != -1
@@ -128,13 +128,13 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
             return forward(*args, **kwargs)
 
     with contextlib.ExitStack() as undo:
-        hooks = [training.optimizer.register_step_pre_hook(of_optimizer)]
-        hooks.append(training.optimizer.register_step_post_hook(of_optimizer))
+        hooks = [training.optimizer.register_step_pre_hook(stamp_optimizer)]
+        hooks.append(training.optimizer.register_step_post_hook(stamp_optimizer))
         stages = runner.stages.values() if isinstance(runner, Pipeline) else [runner]
         for stage in stages:
             # prepend: before FSDP's own hook, which all-gathers weights
-            hooks.append(stage.register_forward_pre_hook(of_forward, prepend=True))
-            hooks.append(stage.register_forward_hook(of_forward))
+            hooks.append(stage.register_forward_pre_hook(stamp_forward, prepend=True))
+            hooks.append(stage.register_forward_hook(stamp_forward))
         for hook in hooks:
             undo.callback(hook.remove)
         for block in training.model.layers.values():

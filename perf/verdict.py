@@ -14,7 +14,7 @@ from config import STRATEGIES, ParallelConfig, Work
 from costs.page import holds
 from costs.search import data_ranks_in_node, with_mesh_sizes
 from costs.seconds import group_shape
-from parallel import SIZE_DIVIDERS, TECHNIQUES, refusal
+from parallel import ALWAYS_ASKED, TECHNIQUES, refusal
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
 EXPOSED = "exposed communication over "  # a part of a step, followed by a mesh dimension
@@ -83,7 +83,7 @@ def verdict(facts: Facts) -> list[str]:
         facts.takes("data", "waits for data", on_disk, least=0.05),
         facts.takes("optimizer", "updates weights", optimizer_lever(facts), least=0.15),
         facts.takes("other", "clips gradients, or waits for other ranks", seldom),
-        *(technique.suggests(facts) for technique in (*SIZE_DIVIDERS, *TECHNIQUES)),
+        *(technique.suggests(facts) for technique in (*ALWAYS_ASKED, *TECHNIQUES)),
     ]
     sentences = sorted(filter(None, sentences), key=share_in, reverse=True)
     if facts.graph_breaks:

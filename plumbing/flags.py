@@ -25,7 +25,7 @@ class Flag(NamedTuple):
     group: str  # the heading under which --help shows it
     type: Callable | None  # makes a value of the text; None: as the default's type is read
     choices: list[str] | None
-    keeps: bool  # a resumed run may change it, and is the same experiment
+    may_change: bool  # True: no warning where a resumed run has another value than before
     is_positional: bool  # an argument without a name
     options: dict  # for add_argument: nargs, metavar, const, required
     unset: Any = SAME_AS_DEFAULT  # what a parsed record holds where the flag is missing
@@ -37,13 +37,13 @@ def flag(
     group: str = "",
     type: Callable | None = None,
     choices: Iterable[str] = (),
-    keeps: bool = False,
+    may_change: bool = False,
     is_positional: bool = False,
     unset=SAME_AS_DEFAULT,
     **options,
 ):
     """Return a field that is its own flag; its arguments are those of Flag."""
-    spec = Flag(help, group, type, [*choices] or None, keeps, is_positional, options, unset)
+    spec = Flag(help, group, type, [*choices] or None, may_change, is_positional, options, unset)
     return dataclasses.field(default=default, metadata={"flag": spec})
 
 

@@ -41,9 +41,9 @@ def init_distributed() -> Process:
         watcher.start()
         atexit.register(stop_watching, watcher)
         signal.signal(signal.SIGTERM, exit_late)
-    of_ranks = [None] * size  # all ranks are to build the same mesh
-    dist.all_gather_object(of_ranks, (processes_on_this_node(), device.type))
-    per_node, devices = zip(*of_ranks)
+    ranks = [None] * size  # all ranks are to build the same mesh
+    dist.all_gather_object(ranks, (processes_on_this_node(), device.type))
+    per_node, devices = zip(*ranks)
     if len(set(devices)) > 1:
         without = devices.index("cpu")
         raise UserError(f"rank {without} finds no GPU, and others do: see nvidia-smi on its node")

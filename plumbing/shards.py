@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plumbing.devices import widest_float
 from plumbing.messages import UserError
 
 
@@ -78,6 +77,18 @@ def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
     return dims
 
 
+def matrices_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are matrices, or stacks of them: weight decay applies
+    to these, and Muon updates them in blocks. They are the weights of Linear and Embedding, and
+    what other layers name in `matrices`."""
+    found = set()
+    for path, layer in model.named_modules():
+        known = ("weight",) if isinstance(layer, nn.Linear | nn.Embedding) else ()
+        names = getattr(layer, "matrices", known)
+        found |= {f"{path}.{name}".lstrip(".") for name in names}
+    return found
+
+
 def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:
     """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
     alike, but of LoRA's factors one is replicated."""
@@ -97,25 +108,3 @@ def chunk_of(
         rank = mesh.get_local_rank(mesh_dim)
     chunks = tensor.chunk(mesh.size(mesh_dim), dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
-
-
-def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
-    """Return this rank's contribution to the squared norm of gradients: the sum over all ranks is
-    the squared norm. A gradient that n ranks hold alike is weighted by 1/n: a plain tensor is held
-    by all `ranks`; `copies` of a parameter are those in several stages of a pipeline."""
-    by_copies = {}  # how many ranks hold a gradient alike -> this rank's part of such gradients
-    for parameter in parameters:
-        copies = ranks
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            copies = 1
-            for mesh_dim, placement in enumerate(gradient.placements):
-                if placement.is_replicate():
-                    copies *= gradient.device_mesh.size(mesh_dim)
-        copies *= getattr(parameter, "copies", 1)
-        by_copies.setdefault(copies, []).append(to_local(gradient))
-    squares = 0
-    for copies, gradients in by_copies.items():
-        norm = torch.nn.utils.get_total_norm(gradients)
-        squares += norm.to(widest_float(norm.device)) ** 2 / copies
-    return squares

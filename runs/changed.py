@@ -48,7 +48,7 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     small = equal.small_config(whole.config, whole.config.n_layers)
     model, lines, called, cache = with_fixed_weights(small.build().double()), [], set(), KVCache()
     tokens = equal.small_batch(2, T := 150, small).tokens  # longer than a short window
-    layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
+    layers = {name: m for name, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     logits, positions = model(tokens), torch.arange(T).repeat(2, 1)
@@ -82,7 +82,8 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
         )
     is_replaced = any(technique.is_used(parallel) for technique in BEFORE_TP)
     is_replaced |= any(not p.requires_grad for p in whole.parameters())  # by adapters
-    for name in sorted(layers.keys() - called) if is_replaced else ():
+    uncalled = {name.partition(".")[2] for name in layers.keys() - called}
+    for name in sorted(uncalled) if is_replaced else ():
         lines.append(
             f"note: adapters and 8 bits have no effect in {name}, which model.py does not call: "
             f"write {name.rpartition('.')[2]}(x) there, not F.linear(x, its weight)"

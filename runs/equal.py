@@ -31,8 +31,8 @@ from parallel import World, parallelize
 from plumbing.messages import UserError
 from plumbing.shards import allocate, chunk_of
 from techniques.context_parallel import own_tokens, share_sequences
+from techniques.optimizers import optimizer_parameters
 from techniques.schedules import lines_of, read_schedule
-from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 
 # DTensor warns that gathering a matrix that is sharded twice is slow: here it need not be fast.
@@ -189,8 +189,8 @@ def compare_steps(
 
 def causes(phase: str, parallel: ParallelConfig) -> str:
     """Return the usual causes of a difference in a phase; with "", those of any difference."""
-    of_flags = [cause for flag, cause in CAUSES_OF_FLAGS.items() if getattr(parallel, flag) > 1]
-    return "; ".join(filter(None, [*of_flags, CAUSES_OF_PHASES.get(phase)]))
+    usual = [cause for flag, cause in CAUSES_OF_FLAGS.items() if getattr(parallel, flag) > 1]
+    return "; ".join(filter(None, [*usual, CAUSES_OF_PHASES.get(phase)]))
 
 
 # ------------------------------------------------------------------------- at the start of a run

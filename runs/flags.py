@@ -1,10 +1,10 @@
 """What a run is asked: frozen records whose fields are the flags of the training scripts.
 
-`Run` has what all scripts share, `Pretraining` what train.py adds, and `Finetuning` what
-finetune_lora.py adds. preferences.py and rewards.py derive theirs from the last. A record is parsed
-once and never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
-Steps (text/order.py) and Work (config.py). `keeps` marks what a resumed run may change: it is still
-the same experiment, or another check refuses the change.
+`Run` has what all scripts share, and `Pretraining` what train.py adds. finetune_lora.py adds
+`Finetuning`, from which preferences.py and rewards.py derive their own. A record is parsed once and
+never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
+Steps (text/order.py) and Work (config.py). may_change=True means that no warning is printed when a
+resumed run changes a flag: it is still the same experiment, or another check refuses the change.
 """
 
 import functools
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from config import ParallelConfig
-from lora import TARGETS, LoRA
+from lora import LoRA
 from model import LlamaConfig
 from models.family import families, find_preset, own_fields, presets
-from plumbing.flags import flag, other_default, within
+from plumbing.flags import flag, within
 from plumbing.messages import UserError
 from plumbing.parser import (
     duration,
@@ -28,7 +28,7 @@ from plumbing.parser import (
 from techniques.optimizers import PEAK_RATES
 from text.tokenizer import DEFAULT_TOKENIZER
 
-MODEL, DATA, STEP, RUN, LORA = "model", "data", "optimizer step", "run", "LoRA"
+MODEL, DATA, STEP, RUN = "model", "data", "optimizer step", "run"
 SPLIT = "how a step is split over ranks and computed"
 RATES = ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in PEAK_RATES.items())
 
@@ -47,12 +47,12 @@ class Run:
                                  "of Python's standard library)", DATA, str, nargs="+")
     skip_bad: bool = flag(False, "leave out what cannot be read; list it in a file", DATA)
     tokenizer: str | None = flag(None, "name or file (default: that of the data or of --init, or "
-                                 f"{DEFAULT_TOKENIZER})", DATA, keeps=True)
+                                 f"{DEFAULT_TOKENIZER})", DATA, may_change=True)
     seq_len: int = flag(256, "tokens per sequence", DATA)
 
     batch: int = flag(8, "sequences per step, over all processes", STEP)
     microbatch: int | None = flag(None, "sequences a rank computes at once (default: all)", STEP,
-                                  positive_int, keeps=True)
+                                  positive_int, may_change=True)
     steps: int = flag(1150, "number of optimizer steps", STEP)
     epochs: float | None = flag(None, "in place of --steps: how often the data are read", STEP,
                                 positive_float)
@@ -67,31 +67,32 @@ class Run:
     parallel: ParallelConfig = within(ParallelConfig, group=SPLIT)
 
     device: str = flag("auto", "auto: GPUs of CUDA, or else the CPU; mps: an Apple GPU, for one "
-                       "process (untested)", RUN, choices=["auto", "mps"], keeps=True)
+                       "process (untested)", RUN, choices=["auto", "mps"], may_change=True)
     out: Path | None = flag(None, "output directory of the run (default: out/NAME)", RUN, Path,
-                            keeps=True)
+                            may_change=True)
     resume: bool = flag(False, "continue from the newest checkpoint in OUT, if any", RUN,
-                        keeps=True)
+                        may_change=True)
     skip_steps: tuple[int, ...] = flag((), "steps to leave out, as one whose loss is not finite "
                                        "(default: none)", RUN, positive_int, nargs="+",
                                        metavar="STEP")
     time_limit: int = flag(0, "save and end after so many hours and minutes (default: never)",
-                           RUN, duration, keeps=True, metavar="H:MM")
+                           RUN, duration, may_change=True, metavar="H:MM")
     save_every: int = flag(500, "steps between checkpoints, 0 for one at the end", RUN,
-                           nonnegative_int, keeps=True)
+                           nonnegative_int, may_change=True)
     async_save: bool = flag(False, "write checkpoints from a copy, while it trains", RUN,
-                            keeps=True)
-    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int, keeps=True)
+                            may_change=True)
+    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int,
+                     may_change=True)
     keep_best: bool = flag(False, "also save at the lowest validation loss so far, and keep that "
-                           "as OUT/best", RUN, keeps=True)
+                           "as OUT/best", RUN, may_change=True)
     eval_every: int = flag(500, "steps between evaluations, 0 for none", RUN, nonnegative_int,
-                           keeps=True)
-    eval_windows: int = flag(512, "sequences per evaluation", RUN, keeps=True)
+                           may_change=True)
+    eval_windows: int = flag(512, "sequences per evaluation", RUN, may_change=True)
     val_data: tuple[str, ...] | None = flag(None, "validation data of the same kind (default: part "
-                                            "of --data)", RUN, str, keeps=True, nargs="+")
+                                            "of --data)", RUN, str, may_change=True, nargs="+")
     exam: Path | None = flag(None, "questions to ask at evaluations (text/exams.py)", RUN, Path,
-                             keeps=True, metavar="FILE")
-    profile: bool = flag(False, "trace three steps, in OUT/trace-RANK.json", RUN, keeps=True)
+                             may_change=True, metavar="FILE")
+    profile: bool = flag(False, "trace three steps, in OUT/trace-RANK.json", RUN, may_change=True)
 
     typed: frozenset[str] = frozenset()  # names of the flags on the command line
 
@@ -106,10 +107,6 @@ class Run:
     def adapters(self) -> LoRA | None:
         """The adapters that are trained; None if all weights are."""
         return None
-
-    @property
-    def freezes_base(self) -> bool:
-        return self.adapters is not None
 
     @property
     def default_name(self) -> str:
@@ -134,7 +131,7 @@ def sizes_of(config: type[LlamaConfig]) -> type:
         if kind in (int, str) and f.name not in FOLLOWING:
             help = f"{f.name} of the model, in place of the preset's"
             argument = positive_int if kind is int else str
-            sizes.append((f.name, f.type, flag(None, help, MODEL, argument, keeps=True)))
+            sizes.append((f.name, f.type, flag(None, help, MODEL, argument, may_change=True)))
     return make_dataclass("Sizes", sizes, frozen=True)
 
 
@@ -143,11 +140,11 @@ class Pretraining(Run):
     """Train a Llama."""
 
     model: str | None = flag(None, f"preset: {', '.join(presets())}; FILE.py or FILE.py:PRESET, a "
-                             "model of your own (default: tiny)", MODEL, keeps=True)
+                             "model of your own (default: tiny)", MODEL, may_change=True)
     sizes: Any = within(sizes_of(LlamaConfig))
     text_field: str = flag("text", "field of records that holds the text", DATA, metavar="NAME")
     document_mask: bool = flag(False, "no attention across documents of a sequence", DATA)
-    prompt: str = flag("def", "prompt of the text samples at evaluations", DATA, keeps=True)
+    prompt: str = flag("def", "prompt of the text samples at evaluations", DATA, may_change=True)
 
     @property
     def default_name(self) -> str:
@@ -177,82 +174,3 @@ def pretraining(words: list[str]) -> type[Pretraining]:
     return make_dataclass(
         "Pretraining", replaced, bases=(Pretraining,), frozen=True, namespace=namespace
     )
-
-
-@dataclass(frozen=True)
-class Finetuning(Run):
-    """Fine-tune a Llama with LoRA: teach it to answer."""
-
-    init: Path = flag(None, "the base model: a checkpoint, a run, or Meta's or Hugging Face's "
-                      "files", MODEL, Path, metavar="DIR", required=True)
-    data: tuple[str, ...] = flag(("python",), "JSON lines, files or directories of them (default: "
-                                 "python, docstrings to write for functions of the standard "
-                                 "library)", DATA, str, nargs="+")
-    tokenizer: str | None = flag(None, "name or tokenizer.model file (default: the base model's)",
-                                 DATA, keeps=True)
-    chat_template: str | None = flag(None, "one of the base's templates, or a file", DATA,
-                                     metavar="NAME|FILE")
-    seq_len: int = flag(512, "tokens per row; longer samples are cut", DATA)
-    train_on_prompt: bool = flag(False, "count the loss of prompts, too", DATA)
-
-    all_weights: bool = flag(False, "train all weights, in place of adapters", LORA)
-    rank: int = flag(8, "rank of the adapters", LORA, keeps=True)
-    alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, keeps=True)
-    rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, keeps=True)
-    dropout: float = flag(0.0, "dropout of the adapters' input", LORA, keeps=True)
-    targets: tuple[str, ...] = flag(tuple(TARGETS), "matrices with an adapter, of "
-                                    f"{' '.join(TARGETS)} (default: all)", LORA, choices=TARGETS,
-                                    keeps=True, nargs="+", metavar="MATRIX")
-    dora: bool = flag(False, "train the length of each row apart from its direction", LORA)
-    base_bits: int = flag(16, "4: keep the blocks' frozen matrices in 4 bits (default: the dtype "
-                          "of computation)", LORA, int, choices=[16, 4])
-    merge: str | None = flag(None, "write OUT/merged at the end: the model with the last adapter, "
-                             "or with the best one", LORA, choices=["last", "best"], keeps=True,
-                             nargs="?", const="last")
-
-    steps: int = other_default(Run, "steps", 200)
-    lr: float = other_default(Run, "lr", 5e-3)
-    weight_decay: float = other_default(Run, "weight_decay", 0.0)
-    warmup: int = other_default(Run, "warmup", 20)
-    save_every: int = other_default(Run, "save_every", 100)
-    eval_every: int = other_default(Run, "eval_every", 100)
-
-    # fmt: on
-
-    def check(self) -> None:
-        super().check()
-        of_adapters = self.base_bits == 4 or self.merge or self.dropout or self.dora
-        if self.all_weights and (of_adapters or self.parallel.reshard == "adapters"):
-            names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters"
-            raise UserError(f"{names} are for adapters: leave them out, or --all-weights")
-        if self.dropout >= 1:
-            raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
-        if self.dora and self.dropout:
-            raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
-        if self.alpha == 0:
-            raise UserError("--alpha 0 switches the adapters off: give a number above 0")
-        if self.merge == "best" and not self.keep_best:
-            raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
-
-    @property
-    def adapters(self) -> LoRA | None:
-        if self.all_weights:
-            return None
-        targets = tuple(target for target in TARGETS if target in self.targets)
-        return LoRA(self.rank, self.alpha, self.dropout, self.rslora, self.dora, targets)
-
-    @property
-    def answers_messages(self) -> bool:
-        """Whether prompts are messages of a user, and not plain text."""
-        return True
-
-    @property
-    def default_name(self) -> str:
-        init = self.init.resolve()
-        base = init.parent.name if init.name.startswith("step-") else init.name
-        return f"{base}-{self.goal}"
-
-    @property
-    def goal(self) -> str:
-        """The end of the default name."""
-        return "full" if self.all_weights else "lora"

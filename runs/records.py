@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import ParallelConfig, Work
+from config import ParallelConfig, Totals, Work
 from costs.page import Traffic, sends, sent_bytes
 from costs.shapes import flops_per_token, peak_flops
 from files.directories import lock_directory
@@ -34,26 +34,6 @@ from plumbing.stuck import note_step
 from runs.flags import Run
 from text.order import Steps
 from text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Results of a step or of an evaluation, over all ranks."""
-
-    loss: float  # summed over the target tokens, in nats, or over what else a task counts
-    tokens: int  # the number of target tokens; of pairs or answers, where a task counts these
-    text_bytes: int  # bytes of text that the target tokens stand for
-    grad_norm: float = 0.0
-    stop: int = 0  # the largest number of a signal that a rank received; 0: the run goes on
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.tokens
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, comparable between tokenizers."""
-        return self.loss / math.log(2) / max(self.text_bytes, 1)
 
 
 class Recorder(contextlib.AbstractContextManager):
@@ -73,11 +53,17 @@ class Recorder(contextlib.AbstractContextManager):
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self.flops_per_token = flops_per_token(work.model, work.seq_len)
         if world.rank == 0:
-            model = work.model.config
-            self.config = {"model": asdict(model), "family": family_of(model).name}
-            self.config |= {"tokenizer": tokenizer.name}
-            self.config |= {"data": [*run.data], "seed": run.seed, "flags": values_of(run)}
-            self.config |= {"facts": facts, "run": describe_process(world, work)}
+            config = work.model.config
+            self.config = {
+                "model": asdict(config),
+                "family": family_of(config).name,
+                "tokenizer": tokenizer.name,
+                "data": [*run.data],
+                "seed": run.seed,
+                "flags": values_of(run),
+                "facts": facts,
+                "run": describe_process(world, work),
+            }
             self._open(steps.done)
         self.best = world.broadcast_from_rank_zero(partial(best_loss, out))
         self.started = self.step_started = time.perf_counter()
@@ -91,7 +77,7 @@ class Recorder(contextlib.AbstractContextManager):
 
     def measure(self, step: int, totals: Totals, lr: float, measures: dict[str, float]) -> dict:
         """Return the metrics of a step that has just ended, with the `measures` of the run's task;
-        print those of every tenth step."""
+        print those of the first, the last and every tenth step."""
         now, steps = time.perf_counter(), self.steps
         if self.profiler:
             self.profiler.step()
@@ -125,15 +111,19 @@ class Recorder(contextlib.AbstractContextManager):
             )
         return metrics
 
-    def write(self, metrics: dict) -> bool:
-        """Write the line of a step on rank 0, or replace the last if it is of this step; return
-        whether --keep-best keeps its checkpoint. If OUT was deleted or moved, begin its files anew;
-        raise UserError if another run uses it now."""
-        is_best = self.run.keep_best and metrics.get("val_loss", math.inf) < self.best
+    def is_new_best(self, results: dict) -> bool:
+        """Return whether --keep-best is given and these results of an evaluation have the lowest
+        validation loss so far, with which later ones are compared."""
+        is_best = self.run.keep_best and results.get("val_loss", math.inf) < self.best
         if is_best:
-            self.best = metrics["val_loss"]
+            self.best = results["val_loss"]
+        return is_best
+
+    def write(self, metrics: dict) -> None:
+        """Write the line of a step on rank 0, or replace the last if it is of this step. If OUT was
+        deleted or moved, begin its files anew; raise UserError if another run uses it now."""
         if self.world.rank:
-            return is_best
+            return
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
             lock_directory(self.run.directory)
@@ -151,7 +141,6 @@ class Recorder(contextlib.AbstractContextManager):
                 self.has_warned = True
                 problem = f"{path} is not written: {error.strerror}"
                 print(f"warning: {problem}: the run goes on without it", file=sys.stderr)
-        return is_best
 
     def _open(self, done: int) -> None:
         """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
@@ -250,8 +239,10 @@ def describe_run(
         parameters = sum(p.numel() for p in model.config.build().parameters())  # without adapters
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable != parameters else ""
-    notes = (technique.about(model, world) for technique in used_techniques(parallel))
-    notes = "".join(f"; {note}" for note in notes if note)
+    notes = ""
+    for technique in used_techniques(parallel):
+        if note := technique.about(model, world):
+            notes += f"; {note}"
     dtype = str(parallel.dtype).removeprefix("torch.")
     return (
         f"{run.directory}: {parameters / 1e6:,.2f} M parameters{part}; {work.batch} x "
@@ -275,28 +266,28 @@ def describe_mesh(world: World) -> str:
     for i, dim in enumerate(world.mesh.mesh_dim_names):
         if ranks.size(i) > 1:
             groups[dim] = ranks.movedim(i, -1).flatten(0, -2).tolist()
-    sizes = " x ".join(f"{len(of_dim[0])} {dim}" for dim, of_dim in groups.items())
+    sizes = " x ".join(f"{len(members[0])} {dim}" for dim, members in groups.items())
     if cp > 1:  # consecutive ranks of replicate x shard
         groups["cp"] = ranks.movedim(-1, 1).reshape(-1, cp).tolist()
         sizes += f", of which each {cp} share sequences"
     parts = [f"mesh: {sizes}"]
-    for dim, of_dim in reversed(groups.items()):
-        shown = [f"({' '.join(map(str, group))})" for group in of_dim[:8]]
-        shown += ["..."] if len(of_dim) > 8 else []
+    for dim, members in reversed(groups.items()):
+        shown = [f"({' '.join(map(str, group))})" for group in members[:8]]
+        shown += ["..."] if len(members) > 8 else []
         parts.append(f"{dim} groups {' '.join(shown)}")
     return "; ".join(parts)
 
 
-def warn_about_changed_flags(before: dict, now: dict, kept: set[str]) -> None:
+def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
-    another experiment, and if the training data differ. Flags that are `kept` may differ. Old
+    another experiment, and if the training data differ; but not for those in `may_change`. Old
     checkpoints lack some flags. Raises UserError for another optimizer, whose state the checkpoint
     does not have, and for a run that nothing here can resume."""
     check_run(before)
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    same_experiment = kept | {"data_checksum", "token_offset"}
+    same_experiment = may_change | {"data_checksum", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()

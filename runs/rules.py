@@ -83,9 +83,16 @@ def work_of(
     run: Run, parallel: ParallelConfig, model: Llama, process: Process, packed: bool = False
 ) -> Work:
     """Return the requested_work of a run. `packed`: sequences hold several documents."""
-    sizes = run.batch, run.seq_len, run.microbatch
-    more = dict(document=run.seq_len if packed else 0, references=run.references)
-    return requested_work(parallel, model, process, *sizes, **more)
+    return requested_work(
+        parallel,
+        model,
+        process,
+        run.batch,
+        run.seq_len,
+        run.microbatch,
+        document=run.seq_len if packed else 0,
+        references=run.references,
+    )
 
 
 def check_training_flags(
@@ -101,7 +108,7 @@ def check_training_flags(
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
         model = config.build()
-    model.requires_grad_(not run.freezes_base)
+    model.requires_grad_(run.adapters is None)  # a base that has adapters is frozen
     work = work_of(run, parallel, model, process)
     check_parallel(work, run.parallel.shard, process)
     check_batch(work)
@@ -109,8 +116,8 @@ def check_training_flags(
     check_out(run.directory, run.resume)
 
 
-# Files of models, adapters, checkpoints and data, beside which no run writes its own.
-OF_OTHERS = "SHA256SUMS params.json adapter_config.json data.json *.safetensors *.bin *.pth *.gguf"
+# Files of models, adapters, checkpoints and data. A run does not write into a directory with any.
+FOREIGN = "SHA256SUMS params.json adapter_config.json data.json *.safetensors *.bin *.pth *.gguf"
 
 
 def check_out(out: Path, resume: bool) -> None:
@@ -119,10 +126,10 @@ def check_out(out: Path, resume: bool) -> None:
         raise UserError(
             f"{out} already holds a run: --resume continues it, or choose another --out"
         )
-    of_others = OF_OTHERS.split()
+    patterns = FOREIGN.split()
     if not checkpoints(out) and not (out / "metrics.jsonl").exists():
-        of_others.append("config.json")
-    for path in itertools.chain(*map(out.glob, of_others)):
+        patterns.append("config.json")
+    for path in itertools.chain(*map(out.glob, patterns)):
         raise UserError(
             f"--out {out} holds {path.name}, which is of no run: give a run's own directory, or a "
             f"new one"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import Totals
 from data import Windows
 from generate import generate
 from model import IGNORE, Llama
@@ -25,7 +26,6 @@ from parallel import World
 from plumbing import endings
 from plumbing.devices import widest_float
 from plumbing.messages import with_progress
-from runs.records import Totals
 from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
@@ -38,7 +38,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
     return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
 
 
-def return_each_loss(model: Llama) -> None:
+def set_loss_of_each_target(model: Llama) -> None:
     """Let forward return the loss of each target, [B, T], from which a task makes its own loss."""
     model.loss = cross_entropies
 
@@ -73,12 +73,15 @@ def shared_batches(
     the name of the progress.
 
     Ranks share the rows. Every rank has the same number of batches, as a split model requires: the
-    last batch is padded with rows without targets."""
-    shares = world.data_size
-    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
+    last batch is padded with rows without targets. Ranks take rows in turn, unlike in training,
+    where a share is a contiguous part of the batch (data.py): so those that compute at the same
+    time have neighbouring rows, which in an exam have similar lengths."""
+    shares = world.parallel.data_size
+    padding = world.parallel.padded(len(rows)) - len(rows)
+    padded_rows = [*rows, *[None] * padding]
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, what)):
-        mine = slice(start, start + microbatch * shares, shares)
+        mine = slice(start, start + microbatch * shares, shares)  # every shares-th row
         yield mine, batch_of(dataset, padded_rows[mine], world)
 
 
@@ -98,7 +101,7 @@ def row_sums(
     """Return the loss in nats, the targets and the bytes of text of each row: [len(rows), 3], equal
     on all ranks. The first row of a batch has the bytes of the whole batch, the others 0."""
     tp, pp = world.parallel.tp, world.parallel.pp
-    padded = len(rows) + -len(rows) % world.data_size  # as in shared_batches
+    padded = world.parallel.padded(len(rows))
     sums = torch.zeros(padded, 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:

@@ -1,4 +1,4 @@
-"""Build a split model from what a run is asked, and say at its start what it will do."""
+"""Prepare a run: its model, its data and how they are split; and print what the run will do."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from data import Windows, open_windows
 from files.directories import check_tokenizer, find_checkpoint, newest_undamaged, read_config
 from files.loading import load_weights
 from model import Llama
-from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
+from parallel import AFTER_TP, BEFORE_TP, World, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.flags import all_flags, values_of
@@ -44,7 +44,7 @@ from text.tokenizer import Tokenizer, load_tokenizer
 class Job:
     """What a run trains, on what, and for how long, once its device and its data are known."""
 
-    model: Llama  # on meta until `build`; then this rank's part
+    model: Llama  # on meta until `parallelize`; then this rank's part
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
@@ -52,7 +52,6 @@ class Job:
     val_set: Windows
     data_checksum: int  # by which a resumed run notices other data
     exam: Exam | None  # taken at evaluations
-    parallel: ParallelConfig  # as it was asked for, with what the device has decided
     lr: float  # peak learning rate
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
@@ -64,8 +63,9 @@ def join(run: Run) -> tuple[Process, ParallelConfig]:
     what depends on the device. Raise UserError for what the device cannot compute."""
     process = init_distributed()
     process.check_same_flags(values_of(run))
+    optimizer = "adamw" if run.init else "muon"  # where the run names none
     if run.device == "mps":
-        return on_apple_gpu(run, process)
+        return on_apple_gpu(run, process, optimizer)
     asked, device = run.parallel, process.device
     # What all ranks can compute, since nodes may have different GPUs.
     bfloat16 = bool(process.minimum(has_bfloat16(device)))
@@ -83,12 +83,7 @@ def join(run: Run) -> tuple[Process, ParallelConfig]:
     if use_flash_attention_3(device):
         print_rank_zero("attention in bfloat16 is computed by FlashAttention 3")
     dtype = torch.bfloat16 if bfloat16 else torch.float32
-    return process, decided(asked, dtype=dtype, compile=triton, optimizer=optimizer_of(run))
-
-
-def optimizer_of(run: Run) -> str:
-    """Return the optimizer of a run that names none."""
-    return "adamw" if run.init else "muon"
+    return process, decided(asked, dtype=dtype, compile=triton, optimizer=optimizer)
 
 
 # Flags whose only value on an Apple GPU is the default of their field: other values cannot be
@@ -97,7 +92,7 @@ FIXED_ON_APPLE_GPU = ["dp", "dtype", "compile", "checkpointing", "offload"]
 FIXED_ON_APPLE_GPU += [technique.flag for technique in (*BEFORE_TP, *AFTER_TP) if technique.flag]
 
 
-def on_apple_gpu(run: Run, process: Process) -> tuple[Process, ParallelConfig]:
+def on_apple_gpu(run: Run, process: Process, optimizer: str) -> tuple[Process, ParallelConfig]:
     """Return this process on an Apple GPU (MPS), and the configuration there."""
     if not torch.backends.mps.is_available():
         raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
@@ -108,15 +103,8 @@ def on_apple_gpu(run: Run, process: Process) -> tuple[Process, ParallelConfig]:
         if getattr(run.parallel, name) not in (None, "auto", value):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--device mps does not work with this {flag}: leave out one of them")
-    parallel = decided(replace(run.parallel, **fixed), optimizer=optimizer_of(run))
+    parallel = decided(replace(run.parallel, **fixed), optimizer=optimizer)
     return replace(process, device=torch.device("mps")), parallel
-
-
-def peak_learning_rate(run: Run, parallel: ParallelConfig) -> float:
-    """Return --lr, or the default of the optimizer."""
-    if run.lr is not None:
-        return run.lr
-    return PEAK_RATES[parallel.optimizer]
 
 
 def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Process) -> Job:
@@ -162,8 +150,7 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
         val_set=val_set,
         data_checksum=process.check_same("the training data", train_set.checksum()),
         exam=exam,
-        parallel=parallel,
-        lr=peak_learning_rate(run, parallel),
+        lr=PEAK_RATES[parallel.optimizer] if run.lr is None else run.lr,
         last_step=rules.last_step(run, len(train_set)),
     )
 
@@ -173,10 +160,10 @@ def choose_work(work: Work, shard: int | None, process: Process) -> tuple[Work, 
     the reason. `shard` is the value of --shard, if given."""
     room = process.minimum(usable_memory(process.device))
 
-    def count(choice: Work) -> float:
+    def counted_to_predicted(choice: Work) -> float:
         return process.broadcast_from_rank_zero(partial(ratio_of_peaks, choice))
 
-    parallel, reason = choose_parallel(work, shard, process, room, count)
+    parallel, reason = choose_parallel(work, shard, process, room, counted_to_predicted)
     process.check_same("the models or their meshes", (work.model.config, parallel))
     return replace(work, parallel=parallel), reason
 
@@ -187,9 +174,16 @@ def ratio_of_peaks(work: Work) -> float:
     print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
     command = [sys.executable, "-m", "perf.emulated"]
     root = Path(__file__).resolve().parent.parent
-    options = dict(input=pickle.dumps(work), capture_output=True, cwd=root, timeout=300)
     try:
-        return float(subprocess.run(command, **options, check=True).stdout)
+        ended = subprocess.run(
+            command,
+            input=pickle.dumps(work),
+            capture_output=True,
+            cwd=root,
+            timeout=300,
+            check=True,
+        )
+        return float(ended.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         print(f"it could not be counted: {error}", file=sys.stderr)
         return 1.0
@@ -203,33 +197,35 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     weights = [to_local(parameter) for parameter in alike]
     norm = torch.nn.utils.get_total_norm([p for p in weights if p.is_floating_point()])
     codes = sum(p.sum() for p in weights if not p.is_floating_point())  # NF4
-    pp, replicate = world.parallel.pp, world.parallel.replicate
-    norms = world.all_gather_scalars([norm, codes]).view(pp, replicate, -1, 2)
-    differs = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).any(-1)
-    if ranks := differs.flatten().nonzero().flatten().tolist():
+    sums = world.all_gather_scalars([norm, codes])  # [ranks, 2]
+    # Arranged as the mesh is: [pp, replicate, shard * tp, 2].
+    sums = sums.view(world.parallel.pp, world.parallel.replicate, -1, 2)
+    first = sums[:, :1]  # those of the first replica: [pp, 1, shard * tp, 2]
+    difference = (sums - first).abs()
+    differs = (difference > 1e-6 * first).any(-1)  # [pp, replicate, shard * tp]
+    ranks = differs.flatten().nonzero().flatten().tolist()
+    if ranks:
         raise UserError(
             f"ranks {ranks} begin with other weights than the first replica: give every node "
             f"the same files; draw weights from generator_for(name, seed), as init_weights does"
         )
 
 
-def describe_strategies(run: Run, job: Job, process: Process) -> str:
+def describe_strategies(run: Run, parallel: ParallelConfig, job: Job, process: Process) -> str:
     """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
     not share the sequences."""
-    if process.size == job.parallel.tp * job.parallel.pp:
+    if process.size == parallel.tp * parallel.pp:
         return ""
-    work = rules.work_of(run, job.parallel, job.whole, process, packed=True)
+    work = rules.work_of(run, parallel, job.whole, process, packed=True)
     return f"per step, each rank would send: {sent_by_strategy(work, run.parallel.shard, process)}"
 
 
-def build(
-    run: Run, job: Job, process: Process, accumulate: Callable
-) -> tuple[World, nn.Module, Work]:
-    """Split the model; return the World, what a training step calls, and the step's work.
-    `accumulate` is train.accumulate, for check_model, which first tries a small model. It is passed
-    in because imports run downwards, and train.py is above this file."""
+def choose_split(
+    run: Run, parallel: ParallelConfig, job: Job, process: Process
+) -> tuple[World, Work]:
+    """Choose how a step is split, given what the run asks for; return the World and the step."""
     packed = job.train_set.document_mask
-    asked = rules.work_of(run, job.parallel, job.whole, process, packed)
+    asked = rules.work_of(run, parallel, job.whole, process, packed)
     work, reason = choose_work(asked, run.parallel.shard, process)
     rules.check_work(work, *job.techniques)
     process.check_same("the validation data", job.val_set.checksum())  # or ranks evaluate unequally
@@ -239,19 +235,23 @@ def build(
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if run.parallel.dp == "auto" and process.size > parallel.tp * parallel.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
-    world = with_mesh(process, parallel)
+    return with_mesh(process, parallel), work
+
+
+def check_and_describe(job: Job, work: Work, world: World, accumulate: Callable) -> None:
+    """Check that a small model trains on this mesh as model.py says, and print what a step of the
+    run sends. `accumulate` is train.accumulate, which check_model calls. It is passed in because
+    imports run downwards, and train.py is above this file."""
+    parallel = work.parallel
     check_model(job.whole.config, work.seq_len, world, accumulate)
     check_documents(job.whole.config, world)
-    if process.size > 1:
+    if world.size > 1:
         print_rank_zero(records.describe_mesh(world))
         who_sends = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         traffic = records.describe_traffic(sends(work), parallel)
         print_rank_zero(f"per step, {who_sends} {traffic}")
         print_rank_zero(prediction_note(job.whole.config))
     print_rank_zero(notes(job.whole, parallel))
-    runner = parallelize(job.model, world, job.initialize)
-    check_equal_replicas(job.model, world)
-    return world, runner, work
 
 
 def facts_of(job: Job, work: Work, steps: Steps) -> dict:
@@ -269,22 +269,26 @@ def facts_of(job: Job, work: Work, steps: Steps) -> dict:
     }
 
 
-def steps_of(run: Run, job: Job, work: Work, newest: Path | None) -> Steps:
-    """Return the steps that a run still has to take, after its `newest` checkpoint if it has one.
-    Warn about flags that make it another experiment than it was."""
+def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:
+    """Return the steps that a run still has to take after the newest of the `saved` checkpoints
+    that is not damaged, if there is one. Warn about flags that make it another experiment."""
     order = Order(run.batch, run.seq_len, run.seed)
     steps = Steps(0, job.last_step, run.skip_steps, order)
-    if not newest:
+    if not saved:
         return steps
-    undamaged = newest_undamaged(newest)
-    before = read_config(undamaged)
-    had = {"token_offset": 0} | before["flags"] | before.get("facts", {})  # old runs have no facts
-    have = values_of(run) | facts_of(job, work, steps)
-    may_change = {name for name, spec in all_flags(type(run)).items() if spec.keeps}
-    records.warn_about_changed_flags(had, have, may_change)
-    done, last = before["step"], job.last_step
-    old_order = Order(had["batch"], had["seq_len"], had["seed"], had["token_offset"])
-    offset = old_order.tokens_done(done) - order.tokens_done(done)
+    undamaged = newest_undamaged(saved[-1])
+    config = read_config(undamaged)
+    done, last = config["step"], job.last_step
+    # Old runs have no facts.
+    before = {"token_offset": 0} | config["flags"] | config.get("facts", {})
+    now = values_of(run) | facts_of(job, work, steps)
+    may_change = {name for name, spec in all_flags(type(run)).items() if spec.may_change}
+    records.warn_about_changed_flags(before, now, may_change)
+    old = Order(before["batch"], before["seq_len"], before["seed"], before["token_offset"])
+    # How many tokens more the run has read than it would have by the order that it has now. For
+    # example, 10 steps of 8 sequences of 256 tokens have read 20,480. With --batch 16 now, 10 steps
+    # would have read 40,960: the offset is -20,480.
+    offset = old.tokens_done(done) - order.tokens_done(done)
     if run.epochs:  # tokens that have been read take no further steps
         last -= offset // (run.batch * run.seq_len)
         while last in run.skip_steps:  # the last step saves, so it is not left out

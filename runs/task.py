@@ -5,8 +5,9 @@
     preferences.py    Preferences(Task)   which of two answers is better
     rewards.py        Rewards(Task)       what a program thinks of the model's own answers
 
-The loop of train.py calls, in this order: `begin` once; in each step `batches`, then `loss` for
-each microbatch, then `count`, then `measures`; and `evaluate_and_show` now and then.
+The loop of train.py calls `begin` and `batches` once each. In each step it takes the next batch,
+then calls `loss` for each microbatch, then `count`, then `finish_measures`; and now and then
+`evaluate_and_show`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from config import Work
+from config import Totals, Work
 from costs.search import fits_unsharded
 from data import local_batch, read_ahead
 from generate import generate
@@ -28,10 +29,10 @@ from model import Llama
 from parallel import World, unsharded
 from plumbing.messages import print_rank_zero
 from runs.flags import Run
-from runs.records import Totals, described
+from runs.records import described
 from runs.scores import Stopped, describe_exam, evaluate, take_exam
 from runs.setup import Job
-from text.batch import Batch, as_computed
+from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN
 from text.order import Steps
 from text.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class Task:
     before_step = "data"  # the name that `bench.py step` gives to the time before a step
 
     @cached_property
-    def fits(self) -> bool:
+    def whole_model_fits(self) -> bool:
         """Return whether a rank can hold all weights while it generates, gathered only once."""
         return fits_unsharded(self.work, self.world)
 
@@ -66,34 +67,45 @@ class Task:
         read = partial(local_batch, steps.order, self.world, self.job.train_set)
         return read_ahead(read, steps.to_do, self.world.device)
 
-    loss = staticmethod(as_computed)  # (computed, batch), for each microbatch
+    def loss(self, computed: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of a microbatch, a sum, given what the model has computed: that sum. A
+        task whose loss is another function makes it of the loss of each target, [B, T], which the
+        model returns after set_loss_of_each_target (runs/scores.py)."""
+        return computed
 
     def count(self, batch: Batch) -> Tensor:
         """Return by what a step divides its loss: the number of targets of this rank's batch."""
         return batch.count()
 
-    def measures(self, totals: Totals) -> dict[str, float]:
-        """Return by name what is recorded of the step or evaluation of `totals` beside its loss.
-        All ranks call it, once for each; it may raise UserError on all of them."""
+    def finish_measures(self, totals: Totals) -> dict[str, float]:
+        """Return by name what is recorded of a step or an evaluation beside its loss, and begin
+        anew for the next. All ranks call it together, once after each update and each `evaluate`,
+        whose results are `totals`. It may raise UserError on all of them."""
         return {"bits_per_byte": totals.bits_per_byte}
+
+    def text_to_show(self, step: int) -> str:
+        """Return the text that an evaluation shows. All ranks call it."""
+        return self.sample_text(step)
 
     def evaluate(self) -> Totals:
         """Return the loss on held-out data. All ranks call it."""
-        limit, microbatch = self.run.eval_windows, self.work.microbatch
-        return evaluate(self.job.model, self.job.val_set, limit, microbatch, self.world)
+        job, limit = self.job, self.run.eval_windows
+        return evaluate(job.model, job.val_set, limit, self.work.microbatch, self.world)
 
     def evaluate_and_show(self, step: int) -> tuple[dict[str, float | str], int]:
         """Evaluate the model after a step: print the validation loss, an exam's scores and a sample
-        of text. Return them by name, and 0; or, if a signal ends it, nothing and the signal's
-        number. All ranks call it."""
+        of text. Return (results by name, 0), or ({}, signal) if a signal ends the evaluation. All
+        ranks call it."""
         model, exam, world = self.job.model, self.job.exam, self.world
         model.eval()
         try:
             totals = self.evaluate()
-            measures = self.measures(totals)
-            gathered = unsharded(model, world.parallel) if self.fits else contextlib.nullcontext()
+            measures = self.finish_measures(totals)
+            gathered = contextlib.nullcontext()
+            if self.whole_model_fits:
+                gathered = unsharded(model, world.parallel)
             with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
-                text = self.sample_text(step)
+                text = self.text_to_show(step)
                 scores = take_exam(model, exam, self.work.microbatch, world)[0] if exam else {}
         except Stopped as stopped:
             print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
@@ -109,9 +121,12 @@ class Task:
 
 def sample_text(job: Job, prompt: str, step: int) -> str:
     """Return a prompt and how the model continues it."""
-    options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
-    (tokens,) = generate(job.model, [job.tokenizer.encode(prompt, bos=True)], 64, **options)
-    return f"--- {prompt}{job.tokenizer.decode(tokens)}\n---"
+    tokenizer = job.tokenizer
+    ids = tokenizer.encode(prompt, bos=True)
+    (tokens,) = generate(
+        job.model, [ids], 64, temperature=0.8, top_p=0.95, stop=tokenizer.stop, seed=step
+    )
+    return f"--- {prompt}{tokenizer.decode(tokens)}\n---"
 
 
 def sample_answers(

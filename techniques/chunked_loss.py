@@ -66,7 +66,7 @@ def cross_entropies(
     A task whose loss is no sum over targets makes it of these. So the gradients of a chunk
     are unknown before backward, which computes the logits of each chunk again."""
 
-    def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+    def losses_of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = logits_of(hidden, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
@@ -74,7 +74,7 @@ def cross_entropies(
     size = tokens_at_a_time(hidden.is_cuda, compiled=False)
     parts = []
     for chunk in zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size)):
-        parts.append(checkpoint(of_chunk, *chunk, use_reentrant=False))
+        parts.append(checkpoint(losses_of_chunk, *chunk, use_reentrant=False))
     return torch.cat(parts).view_as(targets)
 
 

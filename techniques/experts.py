@@ -93,6 +93,7 @@ class GroupedLinear(nn.Module):
     rows are those of expert 0, the next counts[1] of expert 1, and so on -> [n, out]."""
 
     initial_value = "normal"  # see init_weights
+    matrices = ("weight",)
 
     def __init__(self, n_experts: int, in_features: int, out_features: int, used: int):
         super().__init__()
@@ -144,6 +145,11 @@ class Experts(nn.Module):
         gate = self.w1(rows, counts)
         up = self.w3(rows, counts)
         return self.w2(self.swiglu(gate, up), counts)
+
+
+def experts_of(block: nn.Module) -> dict[str, Experts]:
+    """Return the experts of a block, if it has any, by their paths in it."""
+    return {path: module for path, module in block.named_modules() if isinstance(module, Experts)}
 
 
 class MixtureOfExperts(nn.Module):

@@ -30,6 +30,7 @@ torch.optim.Muon has settings for coefficients, iterations and scale, and this M
 torch's updates only matrices, always in bfloat16, and does not divide the work among ranks.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -37,11 +38,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from model import Llama
-from plumbing.shards import dims_of, shard_of, sharded_over, to_local
+from plumbing.shards import dims_of, matrices_of, shard_of, sharded_over, to_local
 from techniques.parallel_layers import writes_to_stream
 from techniques.technique import Technique
 
@@ -52,13 +53,15 @@ A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of the blocks, AdamW for all other parameters.
+    """Muon for the parameters with these `names`, matrices or the stacked matrices of experts;
+    AdamW for all others.
 
     groups: as for any optimizer, but of (name, parameter); each has its own weight_decay
     world: the World (parallel.py) that the model is split over"""
 
-    def __init__(self, groups, lr: float, betas: tuple[float, float], world):
+    def __init__(self, groups, lr: float, betas: tuple[float, float], world, names: set[str]):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=1e-8, weight_decay=0.0))
+        self.names = names
         self.peers = Peers(world)
 
     @torch.no_grad()
@@ -67,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             matrices, stacks, others = [], [], []
             for name, parameter in zip(group["param_names"], group["params"]):
-                if not is_block_matrix(name, parameter):
+                if name not in self.names:
                     others.append(parameter)
                 elif parameter.ndim == 2:
                     matrices.append(parameter)
@@ -128,12 +131,6 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
             fused=True,
         )
-
-
-def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates the parameter of this name, a matrix or the stacked matrices of
-    experts; AdamW updates all others."""
-    return name.startswith("layers.") and parameter.ndim >= 2
 
 
 class Peers:
@@ -252,36 +249,45 @@ class BlockMatrix(NamedTuple):
         return math.prod(self.shape)
 
 
+def matrices_in_blocks(model: Llama) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield each block with the name and the value of each of its trained matrices and stacks."""
+    for block in model.layers.values():
+        names = matrices_of(block)
+        for name, parameter in block.named_parameters():
+            if name in names and parameter.requires_grad:
+                yield block, name, parameter
+
+
+@functools.lru_cache(1024)
 def batches_of_matrices(model: Llama, parallel) -> list[list[BlockMatrix]]:
     """Return batches of matrices. Ranks orthogonalize a batch together: rank i takes matrix i."""
-    block = next(iter(model.layers.values()))
-    in_block = []
-    for name, parameter in block.named_parameters():
-        if parameter.ndim == 2 and parameter.requires_grad:
-            path, _, own_name = name.rpartition(".")
-            weight_dim = 1 if writes_to_stream(block, path) else 0
-            dim = dims_of(block.get_submodule(path), weight_dim)[own_name]
-            own_shape = list(parameter.shape)
-            if dim is not None:
-                own_shape[dim] = math.ceil(own_shape[dim] / parallel.tp)
-            own_shape[0] = math.ceil(own_shape[0] / parallel.shards("optimizer"))
-            copies = parallel.tp if dim is None else 1
-            in_block.append(BlockMatrix(parameter.shape, math.prod(own_shape), copies))
-    matrices = in_block * len(model.layers)
+    matrices = []
+    for block, name, parameter in matrices_in_blocks(model):
+        if parameter.ndim == 3:
+            continue
+        path, _, own_name = name.rpartition(".")
+        weight_dim = 1 if writes_to_stream(block, path) else 0
+        dim = dims_of(block.get_submodule(path), weight_dim)[own_name]
+        own_shape = list(parameter.shape)
+        if dim is not None:
+            own_shape[dim] = math.ceil(own_shape[dim] / parallel.tp)
+        own_shape[0] = math.ceil(own_shape[0] / parallel.shards("optimizer"))
+        copies = parallel.tp if dim is None else 1
+        matrices.append(BlockMatrix(parameter.shape, math.prod(own_shape), copies))
     matrices.sort(key=lambda matrix: matrix.size, reverse=True)
     n = parallel.group_size("stage")
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
 
+@functools.lru_cache(1024)
 def stacks_on_rank(model: Llama, parallel) -> list[list[int]]:
     """Return the shapes of the stacks of matrices that rank 0 has and orthogonalizes alone."""
-    block = next(iter(model.layers.values()))
-    in_block = []
-    for parameter in block.parameters():
-        if parameter.ndim == 3 and parameter.requires_grad:
+    stacks = []
+    for _, _, parameter in matrices_in_blocks(model):
+        if parameter.ndim == 3:
             n_matrices, *shape = parameter.shape
-            in_block.append([math.ceil(n_matrices / parallel.stack_shard), *shape])
-    return in_block * len(model.layers)
+            stacks.append([math.ceil(n_matrices / parallel.stack_shard), *shape])
+    return stacks
 
 
 def holds(model: Llama, work) -> dict[str, float]:

@@ -72,8 +72,8 @@ def product_of_shards(product: Callable, placements: list, mesh: DeviceMesh) -> 
     """Return the function that calls product(x, weight, ...) with this rank's shards: `placements`
     are those of the weight and of what follows, None for what is no DTensor. The product of shards
     is a shard of the output [B, T, out], or a partial sum, and needs no communication."""
-    of_in = placements[0][0].is_shard(1)
-    x, y = ([Shard(2)], [Partial()]) if of_in else ([Replicate()], [Shard(2)])
+    shards_inputs = placements[0][0].is_shard(1)
+    x, y = ([Shard(2)], [Partial()]) if shards_inputs else ([Replicate()], [Shard(2)])
     # Of a replicated tensor each rank computes a part of the gradient, to be summed.
     inputs = x, *placements
     gradients = tuple([Partial()] if p and p[0].is_replicate() else p for p in inputs)

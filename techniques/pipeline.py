@@ -42,7 +42,6 @@ from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
 from techniques.technique import Technique
-from text.batch import as_computed
 
 # ------------------------------------------------------------------------------------------- stages
 # With tied embeddings the last rank keeps the embedding too, as its output.
@@ -222,7 +221,7 @@ class Pipeline(nn.Module):
                 ticks[end][rank] = action
         return [ticks[end] for end in sorted(ticks)]
 
-    def accumulate(self, microbatches: list, loss_of: Callable = as_computed) -> Tensor:
+    def accumulate(self, microbatches: list, loss_of: Callable | None = None) -> Tensor:
         """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
         ranks of a pipeline have the same microbatches. `loss_of` is as for train.accumulate.
         Returns the sum of the losses on the rank with the last stage, 0 on the others."""
@@ -258,7 +257,7 @@ class Pipeline(nn.Module):
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
             root = to_local(y)  # of backward
             if stage == self.last_stage:
-                root = self.loss_of(y, microbatch)
+                root = self.loss_of(y, microbatch) if self.loss_of else y
                 self.loss += root.detach()
             self.kept[i, stage] = x, root
             return root.detach()
@@ -321,8 +320,8 @@ class Pipeline(nn.Module):
             there = (stage + 1) % self.p
             if here == self.rank:
                 stream = as_stream(x, tokens, self.tp)
-                of_stage = targets if stage == self.last_stage else None
-                x = self.stages[stage](stream, of_stage, positions, caches.get(stage), documents)
+                its_targets = targets if stage == self.last_stage else None
+                x = self.stages[stage](stream, its_targets, positions, caches.get(stage), documents)
                 if stage < self.last_stage:
                     x = to_local(x).contiguous()
                     wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))

@@ -153,8 +153,8 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     splits = splits_backward(schedule)
     kinds = "FBW" if splits else "FB"
     for rank, order in enumerate(schedule):
-        of_rank = itertools.product(kinds, range(m), range(rank, stages, p))
-        wanted = set(itertools.starmap(Action, of_rank))
+        expected = itertools.product(kinds, range(m), range(rank, stages, p))
+        wanted = set(itertools.starmap(Action, expected))
         seen = set()
         for position, action in enumerate(order, 1):
             where = f"rank {rank}, position {position}: {action}"

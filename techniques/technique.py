@@ -1,8 +1,9 @@
 """The record in which a technique's file answers all other files, so that few of them name it.
 
 A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. The other files
-of this folder split a model along a mesh dimension (dp, tp, cp, ep, pp). That changes sizes
-everywhere, as parallel.py says; their records say what they refuse and when they help. To add a
+of this folder divide a training over ranks: ZeRO-1, and tensor, context, expert and pipeline
+parallelism. That changes sizes everywhere, as parallel.py says; their records say what they refuse
+and when they help. To add a
 technique, write its file, put its record into a list of parallel.py, and give it a field in
 config.py. Here `world` is not annotated, since parallel.py imports this.
 
@@ -13,6 +14,9 @@ or methods, tell them what they have to know. Each may be left out:
                       tensor parallelism shards the input features, of others the output features;
                       they start smaller, and checkpointing does not keep their output
     saved_products    names of its layers whose output selective checkpointing keeps
+    matrices          names of its parameters that are matrices, or stacks of them, where it is no
+                      Linear or Embedding: weight decay and Muon are for these
+    initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss
@@ -49,7 +53,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 class Technique(NamedTuple):
     """The answers of one technique. Each has a default, which changes nothing."""
 
-    flag: str  # the field of ParallelConfig that asks for it; "": it is always used
+    flag: str  # the field of ParallelConfig that asks for it; "": whoever lists it uses it
     apply: Callable = lambda model, world: None  # (Llama on meta, World): before FSDP
     refuses: Callable = lambda work: ""  # (Work): why a step cannot use it, or ""
     # (a rank's Llama, Work): what the rank holds beyond costs/page.py, or less if negative.

@@ -93,18 +93,9 @@ def suggests(facts) -> str:
     return facts.takes("optimizer", "updates and all-gathers weights", remedy, least=0.15)
 
 
-def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
-    """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
-    updated = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            updated[name] = getattr(parameter, "optimizer_slice", parameter)
-    return updated
-
-
 def all_gather_updates(model: Llama, *_) -> None:
     """After an optimizer's step, all-gather each parameter from the slices that the ranks have
-    updated. Does nothing without ZeRO-1."""
+    updated."""
     for parameter in model.parameters():
         if hasattr(parameter, "optimizer_slice"):
             parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())

@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
+from plumbing.shards import matrices_of
 from techniques import bfloat16_moments
 from techniques.bfloat16_moments import BFloat16AdamW
-from techniques.muon import flops_of_muon, is_block_matrix, orthogonalize
+from techniques.muon import flops_of_muon, orthogonalize
 from techniques.optimizers import make_optimizer, scale_gradients
 
 BETAS = (0.9, 0.95)
@@ -113,7 +114,7 @@ def test_operations_are_counted():
     model = Llama(LlamaConfig(16, 3, 4, 2, 40))
     with FlopCounterMode(display=False) as counter:
         for name, parameter in model.named_parameters():
-            if is_block_matrix(name, parameter):
+            if name.startswith("layers.") and name in matrices_of(model):
                 orthogonalize(parameter.detach())
     total = counter.get_total_flops()
     assert flops_of_muon(model, ParallelConfig()) == total

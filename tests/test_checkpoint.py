@@ -19,7 +19,7 @@ from files import directories
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from generate import generate
-from model import Llama
+from model import Llama, LlamaConfig
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from runs.records import best_loss
@@ -98,12 +98,12 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     model, optimizer = trained()
     leftover = tmp_path / ".step-00000002"  # of a process that was killed during a save
     leftover.mkdir()
-    assert checkpoint.lock_run(tmp_path) is None
+    checkpoint.lock_run(tmp_path)
+    assert not leftover.exists()
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer, keep=2)
     left = [".lock", "step-00000003", "step-00000004"]
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
-    assert checkpoint.lock_run(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-best")

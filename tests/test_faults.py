@@ -17,7 +17,7 @@ FAULTS = {
         ('dims = ("replicate", "shard") if', 'dims = ("shard",) if'),  # HSDP without its all-reduce
         ("set_requires_gradient_sync(last or", "set_requires_gradient_sync(not last or"),
         ("set_requires_all_reduce(last)", "set_requires_all_reduce(not last)"),
-        ("with runner.no_sync() if waits else", "with runner.no_sync() if last else"),
+        ("with runner.no_sync() if sends_later else", "with runner.no_sync() if last else"),
         ('    "layers.*.attention_norm": NORM,', '    "layers.*.attention_norm": COLUMNS,'),
         ('    "layers.*.attention.wo": ROWS,', '    "layers.*.attention.wo": COLUMNS,'),
         ("    model.tie_weights()  # embedding", "    # embedding"),
@@ -78,7 +78,7 @@ FAULTS = {
     ],
     "preferences": [
         ("batch)[..., 0] > 0", "batch)[..., 0] >= 0"),  # padding counted as a pair
-        ("return sums[0]\n", "return sums[0] / sums[1] * 20 / 9 * len(batch.tokens)\n"),  # of means
+        ('return sums["loss"]', 'return sums["loss"] / sums["pairs"] * 20 / 9 * len(batch.tokens)'),
         ("with adapters_off(self.job.model)", "with torch.no_grad()"),
         ("ReduceOp.MIN", "ReduceOp.SUM"),  # ranks along tp have computed the same
         ("return {name: value / pairs", "return {name: value / len(sums)"),
@@ -88,9 +88,9 @@ FAULTS = {
         ("begins[row, columns[0]] = 1", "begins[row, columns] = 1"),
     ],
     "train": [
-        ("len(counts) / counts", "world.data_size / counts"),
+        ("parallel.replicate * parallel.shard", "world.parallel.data_size"),
         ("squared_norms.sum().sqrt()", "squared_norms[world.rank].sqrt()"),
-        ("total_loss = total_loss / tp\n", "total_loss = total_loss * 1\n"),
+        ("total_loss = total_loss / parallel.tp\n", "total_loss = total_loss * 1\n"),
     ],
 }  # fmt: skip
 USES = {  # file -> whether a case of exact.py uses it; where it is not listed, all do

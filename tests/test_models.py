@@ -4,20 +4,38 @@ That the published models compute what transformers computes is in test_model.py
 and test_export.py; test_exact.py trains them under every split."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
-from conftest import CHANGES, ROOT, changed_copy, like, metrics, needs_2_13, refused, slow, succeed
+from conftest import (
+    CHANGES,
+    ROOT,
+    alone,
+    changed_copy,
+    like,
+    metrics,
+    needs_2_13,
+    refused,
+    slow,
+    succeed,
+)
 from conftest import launch as launch_script
 from exact import GROUPED
 from test_train import SIZES, as_flags, same_metrics
+from torch import nn
 
+from config import ParallelConfig
+from costs.shapes import units
 from files.old_models import family_of_old
-from model import PRESETS, LlamaConfig
+from model import PRESETS, FeedForward, Llama, LlamaConfig
 from models.family import HERE, families, family_of, find_preset, presets
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
+from plumbing.shards import matrices_of
+from techniques.muon import batches_of_matrices, stacks_on_rank
+from techniques.optimizers import make_optimizer
 
 OWN_FILES = sorted(path.name for path in CHANGES.glob("*.py"))
 SPLITS = {
@@ -185,3 +203,49 @@ def test_every_model_says_in_its_head_what_differs():
     for path in (ROOT / "models").glob("*.py"):
         if path.stem in families() and path.stem != "llama":
             assert "What differs from Llama: " in path.read_text().split('"""')[1], path
+
+
+def test_a_layer_says_what_is_a_matrix():
+    """A bias of experts [X, F] has two dimensions and is none; neither is a number for each head
+    and feature."""
+    model = like(LlamaConfig(**GROUPED), "mixtral", n_experts=4).build()
+    experts = model.layers["1"].feed_forward.experts
+    experts.w1.bias = nn.Parameter(torch.zeros(4, 40))
+    found = matrices_of(model)
+    assert "layers.1.feed_forward.experts.w1.weight" in found
+    assert "layers.1.feed_forward.experts.w1.bias" not in found
+    assert {"tok_embeddings.weight", "layers.0.attention.wq.weight"} <= found
+    assert not {name for name in found if name.endswith(("norm.weight", "bias"))}
+    optimizer = make_optimizer(model, alone(optimizer="muon"), weight_decay=0.1)
+    decayed, others = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and set(decayed["param_names"]) == found
+    assert others["weight_decay"] == 0.0
+    model(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)).backward()
+    experts.w1.bias.grad = torch.ones(4, 40)
+    optimizer.step()  # AdamW's first step is the learning rate, where Muon's would be one of rank 1
+    torch.testing.assert_close(experts.w1.bias.detach(), torch.full((4, 40), -5e-3))
+
+
+def unlike_blocks() -> Llama:
+    """A model whose first block is dense, and whose others have experts."""
+    config = like(LlamaConfig(**GROUPED), "mixtral", n_experts=4, n_layers=3)
+    with torch.device("meta"):
+        model = config.build()
+        model.layers["0"].feed_forward = FeedForward(config)
+    return model
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_each_block_is_asked_what_it_holds(ep):
+    model = unlike_blocks()
+    parallel = ParallelConfig("fsdp", shard=2, ep=ep)
+    root, *of_blocks = units(model, parallel, shards=1)
+    held = sum(unit.copies * unit.trained * (ep if unit.kind else 1) for unit in (root, *of_blocks))
+    assert held == sum(p.numel() for p in model.parameters())
+    assert sorted(unit.copies for unit in of_blocks) == ([1, 2] if ep == 1 else [1, 2, 2])
+    assert sum(unit.kind == "expert_" for unit in of_blocks) == (ep > 1)
+    matrices = [m for batch in batches_of_matrices(model, ParallelConfig()) for m in batch]
+    stacks = stacks_on_rank(model, ParallelConfig())
+    counted = sum(m.size for m in matrices) + sum(math.prod(shape) for shape in stacks)
+    in_blocks = [p for name, p in model.layers.named_parameters() if "norm" not in name]
+    assert counted == sum(p.numel() for p in in_blocks if p.ndim > 1)

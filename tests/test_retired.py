@@ -29,4 +29,4 @@ def test_a_word_that_is_retired_elsewhere_is_taken():
 @pytest.mark.parametrize("flag, value", ENDED)
 def test_a_run_that_cannot_go_on_says_which_commit_resumes_it(flag, value):
     with pytest.raises(UserError, match=f"began with {flag} {value}.* only commit {LAST_COMMIT}"):
-        warn_about_changed_flags({flag.removeprefix("--"): value}, {}, kept=set())
+        warn_about_changed_flags({flag.removeprefix("--"): value}, {}, may_change=set())

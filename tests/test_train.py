@@ -333,7 +333,7 @@ def test_a_resumed_epoch_ends_on_a_step_that_saves(monkeypatch):
     last_steps = {(11,): 12, (12,): 11, (11, 12): 10}
     for skipped, last in last_steps.items():
         run = Pretraining(epochs=1, batch=4, seq_len=4, skip_steps=skipped)
-        steps = setup.steps_of(run, job, None, Path("step-4"))
+        steps = setup.steps_of(run, job, None, [Path("step-4")])
         assert steps.done == 4
         assert steps.last == last
 

@@ -1,7 +1,8 @@
-"""What d36363a wrote: its runs resume, its adapters load and its corpora open with today's code.
+"""What d36363a wrote: its runs resume, its adapters load and its corpora open with today's code. So
+does a run with experts of 86671ca, when LlamaConfig had fields for them.
 
-All is written with that commit's own files. What is loaded equals what was stored in every bit. The
-learning rates of later steps, which are computed from flags alone, are equal too. Losses and
+All is written with these commits' own files. What is loaded equals what was stored in every bit.
+The learning rates of later steps, which are computed from flags alone, are equal too. Losses and
 gradient norms may differ by rounding, because a kernel may be written anew: by 1e-5 of their size
 at most, and by 1e-12 in the run in float64.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from data import open_windows
 from text.tokenizer import load_tokenizer
 
-COMMIT = "d36363a"
+COMMIT, BEFORE_FAMILIES = "d36363a", "86671ca"
 STEP, LAST_STEP = "step-00000003", "step-00000006"
 
 
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     flags: str  # {} is the directory of all runs, of tokens/ and of sums.jsonl
     processes: int = 0  # 0: one, without torchrun
     split: str = ""  # flags that say how the processes share a step
+    commit: str = COMMIT
 
 
 EVERY_RUN = "--steps 6 --save-every 3 --keep 0 --eval-every 0 --warmup 2 --batch 8"
@@ -46,7 +48,9 @@ RUNS = {
     "dora": Run("finetune_lora.py", f"{FINETUNING} --dora --targets wq w2"),
     "four": Run("train.py", BFLOAT16_MOMENTS, 4, "--dp fsdp --tp 2"),
     "pipeline": Run("train.py", FLOAT64, 2, "--pp 2 --microbatch 4"),
-}
+    "experts": Run("train.py", f"{PRETRAINING} 2 --model tiny-experts --n-experts 4 --ep 2", 2,
+                   "--dp fsdp", BEFORE_FAMILIES),
+}  # fmt: skip
 
 
 def command_of(name: str, directory: Path, out: Path) -> list[str]:
@@ -55,9 +59,21 @@ def command_of(name: str, directory: Path, out: Path) -> list[str]:
     return [RUNS[name].script, *flags.split(), "--out", out]
 
 
-def in_house(directory: Path, *command, processes: int = 0) -> None:
-    """Run a script with the commit's files, by torchrun if it has several processes."""
-    house = directory / "house"
+def house_of(directory: Path, commit: str) -> Path:
+    """Return a directory with the files of a commit."""
+    house = directory / commit
+    if not house.exists():
+        archive = ["git", "-C", ROOT, "archive", commit]
+        if (content := subprocess.run(archive, stdout=subprocess.PIPE)).returncode:
+            pytest.skip(f"needs commit {commit}: git fetch --unshallow")
+        house.mkdir()
+        subprocess.run(["tar", "-x", "-C", house], input=content.stdout, check=True)
+    return house
+
+
+def in_house(directory: Path, *command, processes: int = 0, commit: str = COMMIT) -> None:
+    """Run a script with a commit's files, by torchrun if it has several processes."""
+    house = house_of(directory, commit)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
     command = [sys.executable, *torchrun * bool(processes), *command]
     environment = dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(house))
@@ -69,16 +85,11 @@ def in_house(directory: Path, *command, processes: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def old(text, sums, tmp_path_factory) -> Path:
-    """A directory with the commit's files in house/, with notes.model and tokens/, a tokenizer and
-    tokens of counting.txt, and with the smallest run."""
+    """A directory with the files of COMMIT, with notes.model and tokens/, a tokenizer and tokens of
+    counting.txt, and with the smallest run."""
     directory = tmp_path_factory.mktemp("old")
     shutil.copy(text, directory)
     shutil.copy(sums, directory)
-    archive = ["git", "-C", ROOT, "archive", COMMIT]
-    if (content := subprocess.run(archive, stdout=subprocess.PIPE)).returncode:
-        pytest.skip(f"needs commit {COMMIT}: git fetch --unshallow")
-    (house := directory / "house").mkdir()
-    subprocess.run(["tar", "-x", "-C", house], input=content.stdout, check=True)
     text, notes, tokens = (directory / name for name in ("counting.txt", "notes.model", "tokens"))
     in_house(directory, "data.py", "train-tokenizer", text, "--vocab-size", 300, "--out", notes)
     in_house(directory, "data.py", "tokenize", text, "--tokenizer", notes, "--out", tokens)
@@ -100,7 +111,8 @@ def test_a_run_resumes(name, old, tmp_path):
     what was stored, and takes the same steps."""
     run, out, loaded = RUNS[name], tmp_path / "run", tmp_path / "loaded"
     if name != "run":
-        in_house(old, *command_of(name, old, old / name), processes=run.processes)
+        command = command_of(name, old, old / name)
+        in_house(old, *command, processes=run.processes, commit=run.commit)
     loaded.mkdir()
     shutil.copytree(old / name, out, ignore=shutil.ignore_patterns(LAST_STEP))
     command = "tests/workers/as_loaded.py", loaded, *command_of(name, old, out), "--resume"

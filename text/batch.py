@@ -114,13 +114,6 @@ class Batch:
         return replace(self, **changed, target_values=target_values)
 
 
-def as_computed(computed: Tensor, batch: Batch) -> Tensor:
-    """Return the loss of a microbatch, a sum, given what the model has computed: that sum. A task
-    whose loss is another function has its own, of the loss of each target [B, T] that the model
-    returns after return_each_loss (runs/scores.py)."""
-    return computed
-
-
 def document_starts(positions: Tensor) -> Tensor:
     """Return the columns where documents start, [B, R] int32. Rows with fewer are filled up with T.
     R is a power of 2 that only grows during a run: a compiled model compiles again for each value.

@@ -90,7 +90,8 @@ class Steps:
 
     def rows(self, sources: list[tuple[int, int]]) -> list[int]:
         """Return the rows of a data set that the run reads, in ascending order; `sources` as for
-        row_of. They are the same after a resume, but for one with another --batch or --seq-len."""
+        row_of. After a resume they are the same as before it. Only if that has changed --batch or
+        --seq-len, they are those of the steps still to do."""
         first = self.done + 1 if self.order.token_offset else 1
         read = set()
         for step in range(first, self.last + 1):

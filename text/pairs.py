@@ -133,13 +133,13 @@ def joined(prompt: Conversation, said: Conversation, where: str) -> Conversation
         if prompt[-1]["role"] == "assistant":
             raise UserError(f"{where}: the prompt ends with an answer: leave it out")
         return prompt + said
-    of_prompt = meanings(prompt)
-    of_said = meanings(said)
+    prompt_meanings = meanings(prompt)
+    said_meanings = meanings(said)
     for start in range(len(said) - len(prompt) + 1):
-        if of_said[start : start + len(prompt)] == of_prompt:
+        if said_meanings[start : start + len(prompt)] == prompt_meanings:
             return said
     for n in range(len(prompt), 0, -1):
-        if of_prompt[-n:] == of_said[:n]:
+        if prompt_meanings[-n:] == said_meanings[:n]:
             return prompt + said[n:]
     if prompt[-1]["role"] == "user" or said[0]["role"] == "system":
         raise UserError(

@@ -179,8 +179,8 @@ def _refusing(what: str) -> Iterator[None]:
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
     if is_byte_level:
-        of_characters = [BYTE_OF_CHARACTER.get(character) for character in token]
+        character_bytes = [BYTE_OF_CHARACTER.get(character) for character in token]
         # A token with a character outside of the alphabet is text as it is.
-        return token.encode() if None in of_characters else bytes(of_characters)
+        return token.encode() if None in character_bytes else bytes(character_bytes)
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()

@@ -17,7 +17,7 @@ NEEDS = "`scatter_add`, `all_reduce`"
 POINT = "a loss of log 2 may be right, and teach nothing"
 LEADS_TO = "preferences.py", "Preferences"
 SIZES = 2, 3, 4
-BARRED = "preferences.Preferences", "preferences.of_answers"
+BARRED = "preferences.Preferences", "preferences.sums_of_answers"
 HINTS = (
     "What is the probability of several tokens, and what its logarithm? How many numbers does a "
     "pair have before the sigmoid?",

@@ -32,7 +32,7 @@ CONFIG = dict(dim=36, n_layers=4, n_heads=6, n_kv_heads=2, ffn_dim=46, vocab_siz
 
 
 def steps(first, last, runner, optimizer, world) -> list[list[float]]:
-    share = BATCH // world.data_size
+    share = BATCH // world.parallel.data_size
     rows = []
     for step in range(first, last + 1):
         batch = batch_of(packed=False, seq=14, seed=step)

@@ -43,9 +43,8 @@ from runs import scores
 from runs.equal import whole_tensor
 from runs.task import Task
 from techniques.context_parallel import share_sequences
-from techniques.optimizers import make_optimizer
+from techniques.optimizers import make_optimizer, optimizer_parameters
 from techniques.recompute import is_attention
-from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from text.order import Order, Steps
 from text.packing import Packed
@@ -224,7 +223,7 @@ def train(process, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
     model = build(case["config"], case.get("lora"))
-    share = BATCH // world.data_size
+    share = BATCH // world.parallel.data_size
     seq = case.get("seq", SEQ)
     microbatch = case.get("microbatch", share)
     work = Work(copy.deepcopy(model), world.parallel, BATCH, microbatch, seq)
@@ -252,7 +251,7 @@ def train(process, case: dict) -> dict:
         batch = share_sequences(batch, world)
     elif isinstance(task, Preferences):
         totals = task.evaluate()
-        measures = task.measures(totals)
+        measures = task.finish_measures(totals)
         rows.append((totals.mean_loss, *measures.values()))
         batch = task.job.train_set.batch([*range(BATCH)[own]])
         batch = share_sequences(batch, world)
@@ -273,8 +272,8 @@ def train(process, case: dict) -> dict:
         count = counter if step == steps else nullcontext()
         with count:
             totals = training.update(training.accumulate(batch), batch)
-        measures = task.measures(totals).values() if task else ()
-        rows.append((totals.mean_loss, totals.tokens, totals.grad_norm, *measures))
+        measures = task.finish_measures(totals).values() if task else ()
+        rows.append((totals.mean_loss, totals.count, totals.grad_norm, *measures))
     sent = None if compiled else counter.sent
     to_experts = "ep", "all-to-all"
     if sent and to_experts in sent:  # depends on the routing: the sum over ep does not
