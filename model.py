@@ -53,6 +53,7 @@ class LlamaConfig:
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
     normed_dim = 0  # features that a block normalizes beside the residual stream
+    may_be_zero = ()  # fields that count something of which a model may have none
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads

@@ -192,7 +192,8 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
         own = getattr(default, name, None)
         like = own if isinstance(own, int | float | str) else value
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-        fields[name] = file.checked(name, value, type(like), limit)
+        above = -1 if name in kind.may_be_zero else 0
+        fields[name] = file.checked(name, value, type(like), limit, above)
     try:
         config = kind(**fields)
         if config.dim * (config.q_dim + config.ffn_dim + config.vocab_size) >= 2**50:

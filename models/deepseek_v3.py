@@ -11,9 +11,9 @@ of a latent by one matrix for all positions:
     └─── wkv_a ─┬─ C ─ norm ── wkv_b ───── keys of KV heads: E - R features; values: U features
                 └─ R, rotated ──────────── R more features of the keys, the same for all heads
 
-A latent of C + R features is all that code needs to keep of a token (DeepSeek-AI 2024,
-arXiv:2405.04434). The cache of model.py holds keys and values of all heads, as in other models: code
-that attends to latents would first multiply queries by the half of wkv_b that makes keys.
+These C + R features are all that generation needs to keep of a token (DeepSeek-AI 2024,
+arXiv:2405.04434). The cache of model.py holds keys and values of all heads, as in other models:
+code that attends to latents would multiply queries by the rows of wkv_b that make keys.
 
 The router's scores are sigmoids: an expert's does not depend on the others'. Experts are in groups,
 which their authors place on different nodes: a token chooses among those of the `top_groups` groups
@@ -52,6 +52,8 @@ class DeepseekV3Config(mixtral.MixtralConfig):
     rope_original: int = 4096  # the longest sequence before rope_scaling
     rope_mscale: float = 1.0  # by how much the scores grow with rope_scaling
 
+    may_be_zero = "n_dense", "q_rank"
+
     def __post_init__(self):
         super().__post_init__()
         if self.n_experts % self.n_groups or self.n_experts < 2 * self.n_groups:
@@ -67,7 +69,7 @@ class DeepseekV3Config(mixtral.MixtralConfig):
             )
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             raise ValueError(
-                f"rope_dim {self.rope_dim}: choose an even part of a head's {self.head_dim} features"
+                f"rope_dim {self.rope_dim}: choose an even number below head_dim {self.head_dim}"
             )
         if not 0 < self.value_dim <= self.head_dim:
             raise ValueError(f"value_dim {self.value_dim}: choose head_dim {self.head_dim} at most")
@@ -182,9 +184,9 @@ FAST, SLOW = 32, 1
 
 
 def yarn_frequencies(c: DeepseekV3Config, device) -> Tensor:
-    """Return the radians per token of each pair of rotated features, [R/2] float32: by YaRN (Peng et
-    al. 2023, arXiv:2309.00071), which mixes both speeds between the pairs FAST and SLOW, by the
-    number of the pair and not by its wavelength, as Llama 3.1 does."""
+    """Return the radians per token of each pair of rotated features, [R/2] float32. Between FAST
+    and SLOW, YaRN (Peng et al. 2023, arXiv:2309.00071) mixes both speeds by the number of the pair;
+    Llama 3.1 does so by its turns."""
     exponents = torch.arange(0, c.rope_dim, 2, device=device, dtype=torch.float32) / c.rope_dim
     wavelengths = c.rope_theta**exponents  # over 2 pi
     if c.rope_scaling == 1.0:
@@ -202,7 +204,7 @@ def yarn_frequencies(c: DeepseekV3Config, device) -> Tensor:
 
 
 def score_scale(c: DeepseekV3Config) -> float:
-    """Return by what YaRN multiplies the scores of attention, which are flatter in long contexts."""
+    """Return by what YaRN multiplies attention's scores: in long contexts they are flatter."""
     if c.rope_scaling <= 1.0:
         return 1.0
     return (0.1 * c.rope_mscale * math.log(c.rope_scaling) + 1.0) ** 2
@@ -234,11 +236,16 @@ SUPPORTED = dict(
     norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1,
     rope_interleave=True,
 )  # fmt: skip
+DEFAULTS = SUPPORTED | YARN
+DEFAULTS |= dict(rope_theta=1e4, rms_norm_eps=1e-6, num_key_value_heads=128, q_lora_rank=1536)
+DEFAULTS |= dict(first_k_dense_replace=3, num_experts_per_tok=8, n_shared_experts=1, n_group=8)
+DEFAULTS |= dict(topk_group=4, routed_scaling_factor=2.5)
 
 
 def read(content):
-    """Return what fields and their values do not say: widths, and by what YaRN multiplies scores."""
-    width = content["qk_nope_head_dim"] + content["qk_rope_head_dim"]
+    """Return what no field says alone: a head's width, and how YaRN scales attention."""
+    parts = "qk_nope_head_dim", "qk_rope_head_dim"
+    width = sum(content.checked(name, content[name], int) for name in parts)
     if content["rope_type"] == "default":
         return dict(head_dim=width)
     mscale = content.get("mscale")
@@ -291,51 +298,24 @@ def paired(config):
     return {"wq": 0}  # the files have the features of a pair next to each other, as model.py has
 
 
+# D, layers, H, KV, F, V, longest sequence, norm_eps, theta
+TINY = DeepseekV3Config(
+    96, 4, 4, 4, 72, 2048, tie_embeddings=True, head_dim=32, n_experts=8, top_k=3, dense_dim=288,
+    q_rank=48, kv_rank=32, rope_dim=8, value_dim=24,
+)  # fmt: skip
+V3 = DeepseekV3Config(
+    7168, 61, 128, 128, 2048, 129_280, 163_840, 1e-6, 1e4, rope_scaling=40.0, head_dim=192,
+    n_experts=256, top_k=8, n_groups=8, top_groups=4, n_dense=3, dense_dim=18_432,
+    q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128,
+)  # fmt: skip
+
 MODEL = Family(
     "deepseek_v3",
     DeepseekV3Config,
-    presets={  # D, layers, H, KV, F, V, longest sequence, norm_eps, theta
-        "tiny-deepseek": DeepseekV3Config(
-            96,
-            4,
-            4,
-            4,
-            72,
-            2048,
-            tie_embeddings=True,
-            head_dim=32,
-            n_experts=8,
-            top_k=3,
-            dense_dim=288,
-            q_rank=48,
-            kv_rank=32,
-            rope_dim=8,
-            value_dim=24,
-        ),
-        "deepseek-v3": DeepseekV3Config(
-            7168,
-            61,
-            128,
-            128,
-            2048,
-            129_280,
-            163_840,
-            1e-6,
-            1e4,
-            rope_scaling=40.0,
-            head_dim=192,
-            n_experts=256,
-            top_k=8,
-            n_groups=8,
-            top_groups=4,
-            n_dense=3,
-            dense_dim=18_432,
-            q_rank=1536,
-            kv_rank=512,
-            rope_dim=64,
-            value_dim=128,
-        ),
-    },  # fmt: skip
+    presets={
+        "tiny-deepseek": TINY,
+        "deepseek-v3": V3,
+    },
     small=dict(
         n_kv_heads=4,
         head_dim=12,
@@ -351,7 +331,7 @@ MODEL = Family(
     ),
     plan=plan,
     published=Published(
-        logits=(0.0, 0.0, 0.0, 0.0),
+        logits=(-1.980454, -0.004547, 0.817000, 1.680921),
         names={
             "attention.wq_a": "self_attn.q_a_proj",
             "attention.q_norm": "self_attn.q_a_layernorm",
@@ -383,20 +363,7 @@ MODEL = Family(
             rope_dim="qk_rope_head_dim",
             value_dim="v_head_dim",
         ),
-        defaults=SUPPORTED
-        | YARN
-        | dict(
-            rope_theta=1e4,
-            rms_norm_eps=1e-6,
-            num_key_value_heads=128,
-            first_k_dense_replace=3,
-            num_experts_per_tok=8,
-            n_shared_experts=1,
-            n_group=8,
-            topk_group=4,
-            routed_scaling_factor=2.5,
-            q_lora_rank=1536,
-        ),
+        defaults=DEFAULTS,
         renamed={"num_local_experts": "n_routed_experts"},
         supported=SUPPORTED,
         absent=("head_dim", "mlp_bias", "use_sliding_window"),

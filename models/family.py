@@ -23,14 +23,8 @@ from typing import Any
 from model import LlamaConfig
 from plumbing.messages import UserError
 
-HERE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-)  # the files of this folder with a MODEL
+# The files of this folder with a MODEL.
+HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"
 # All that a real model has matters in this small one: grouped queries, the epsilon, and each range
 # of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
@@ -57,7 +51,7 @@ class Published:
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
-    # (name in a file, configuration) -> what the model does without if the tensor is not read, or ""
+    # (name in a file, configuration) -> of what it is a part that this model has not, or ""
     ignored: Callable = lambda name, config: ""
     # Configuration -> norms whose weights RoPE pairs like rows of wq, with their number of heads.
     paired: Callable = lambda config: {}

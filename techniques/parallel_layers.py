@@ -132,8 +132,8 @@ class GatherTokens(ParallelStyle):
 
 
 class OwnTokens(ParallelStyle):
-    """Replicate the matrix of a linear layer; each rank multiplies its tokens alone. x [B, T, in] is
-    sharded by tokens, or a plain tensor of this rank's tokens, and so is what is returned."""
+    """Replicate the matrix of a linear layer; each rank multiplies its tokens alone. x [B, T, in]
+    is sharded by tokens, or a plain tensor of this rank's tokens; so is what is returned."""
 
     weight_dim = None
 
