@@ -240,6 +240,9 @@ DEFAULTS = SUPPORTED | YARN
 DEFAULTS |= dict(rope_theta=1e4, rms_norm_eps=1e-6, num_key_value_heads=128, q_lora_rank=1536)
 DEFAULTS |= dict(first_k_dense_replace=3, num_experts_per_tok=8, n_shared_experts=1, n_group=8)
 DEFAULTS |= dict(topk_group=4, routed_scaling_factor=2.5)
+# transformers fails with null here, and takes it for False where it cannot fail.
+NEVER_NULL = "first_k_dense_replace", "num_experts_per_tok", "n_group", "topk_group"
+NEVER_NULL += "norm_topk_prob", "rope_interleave"
 
 
 def read(content):
@@ -367,7 +370,7 @@ MODEL = Family(
         renamed={"num_local_experts": "n_routed_experts"},
         supported=SUPPORTED,
         absent=("head_dim", "mlp_bias", "use_sliding_window"),
-        nulls={"q_lora_rank": 0},
+        nulls={"q_lora_rank": 0} | dict.fromkeys(NEVER_NULL),
         scaling=YARN,
         read=read,
         write=write,

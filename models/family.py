@@ -47,7 +47,7 @@ class Published:
     renamed: dict[str, str] = field(default_factory=dict)  # a field -> its other name
     supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
-    nulls: dict[str, Any] = field(default_factory=dict)  # what null means, if not a missing field
+    nulls: dict[str, Any] = field(default_factory=dict)  # what null means: else, a missing field
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
