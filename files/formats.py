@@ -62,10 +62,16 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
     return f"model.{match[1]}{found}" if match[1] else found
 
 
+def all_names(config: LlamaConfig) -> dict[str, str]:
+    """Return Hugging Face's names of a model's modules; of one that nobody else knows, Llama's."""
+    published = family_of(config).published
+    return HF_NAMES | published.names if published else HF_NAMES
+
+
 def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
-    family = published.family_for_others(config)
-    found = hf_name(name, HF_NAMES | family.published.names)
+    published.family_for_others(config)  # raises for what nobody else knows
+    found = hf_name(name, all_names(config))
     if "{}" not in found:
         return [found]
     return [found.format(i) for i in range(shape[0])]

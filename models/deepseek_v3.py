@@ -230,6 +230,12 @@ def plan():
     return mixtral.plan() | {f"layers.*.{name}": style for name, style in layers.items()}
 
 
+def targets(config):
+    """Return the matrices of attention: those of experts, which are stacked, have no adapters."""
+    queries = ("wq_a", "wq_b") if config.q_rank else ("wq",)
+    return *queries, "wkv_a", "wkv_b", "wo"
+
+
 YARN = dict(rope_type="yarn", beta_fast=FAST, beta_slow=SLOW)
 # Scores by sigmoids, a bias in the choice, and experts in every layer that is not dense.
 SUPPORTED = dict(
@@ -333,6 +339,7 @@ MODEL = Family(
         rope_mscale=0.7,
     ),
     plan=plan,
+    targets=targets,
     published=Published(
         logits=(-1.980454, -0.004547, 0.817000, 1.680921),
         names={

@@ -25,6 +25,7 @@ from plumbing.messages import UserError
 
 # The files of this folder with a MODEL.
 HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"
+TARGETS = "wq", "wk", "wv", "wo", "w1", "w2", "w3"  # a Llama's matrices that can have an adapter
 # All that a real model has matters in this small one: grouped queries, the epsilon, and each range
 # of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
@@ -72,6 +73,8 @@ class Family:
     # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
     # since styles import torch.distributed, which a model alone does not need.
     plan: Callable = dict
+    # Configuration -> names of the matrices that can have an adapter (lora.py).
+    targets: Callable = lambda config: TARGETS
     published: Published | None = None  # None: no other program knows the model
     digest: str = ""  # of a student's file
 

@@ -407,7 +407,7 @@ MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per
 
 
 UNFIT = [
-    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe work here"),
+    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3"),
     (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
     (HF, dict(attention_bias=True), "has attention_bias True"),
     (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),
