@@ -81,6 +81,10 @@ class LlamaConfig:
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
 
+    @property
+    def gathered_dims(self) -> tuple[int, ...]:
+        return (self.dim,)  # the widths of what attention takes of all tokens, which --tp gathers
+
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
     """Return the configuration of a published Llama 3."""

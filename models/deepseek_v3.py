@@ -79,6 +79,10 @@ class DeepseekV3Config(mixtral.MixtralConfig):
     def build(self):
         return DeepseekV3(self)
 
+    @property
+    def gathered_dims(self):
+        return self.q_rank or self.dim, self.kv_rank, self.rope_dim
+
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: so its authors' code has it
 
@@ -86,6 +90,7 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: so its autho
 class Attention(nn.Module):
     writes_to_stream = ("wo",)
     saved_products = ("wkv_a", "wo")
+    of_own_tokens = ("wq_a", "wkv_a")
 
     def __init__(self, config: DeepseekV3Config, layer: int):
         super().__init__()
@@ -150,11 +155,15 @@ class Router(experts.Router):
         return chosen, weights * self.routed_scale
 
 
+class SharedExperts(model.FeedForward):
+    of_own_tokens = ("w1", "w2", "w3")
+
+
 class MixtureOfExperts(experts.MixtureOfExperts):
     def __init__(self, config: DeepseekV3Config):
         super().__init__(config, swiglu)
         self.router = Router(config)
-        self.shared = model.FeedForward(replace(config, ffn_dim=config.n_shared * config.ffn_dim))
+        self.shared = SharedExperts(replace(config, ffn_dim=config.n_shared * config.ffn_dim))
 
     def forward(self, x):
         return super().forward(x) + self.shared(x)

@@ -60,6 +60,15 @@ def writes_to_stream(model: nn.Module, name: str) -> bool:
     return attribute in getattr(model.get_submodule(parent), "writes_to_stream", ())
 
 
+def sharded_dim(model: nn.Module, name: str) -> int | None:
+    """Return the dimension of a linear layer's weight that tensor parallelism shards, as its parent
+    says; None for a layer that multiplies a rank's tokens alone."""
+    parent, _, attribute = name.rpartition(".")
+    if attribute in getattr(model.get_submodule(parent), "of_own_tokens", ()):
+        return None
+    return 1 if writes_to_stream(model, name) else 0
+
+
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
     """Shard a layer's parameters, and let it multiply by its shards. Replaces a private method of
     torch's styles, which would shard the weight and the bias alone."""
