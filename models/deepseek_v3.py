@@ -220,18 +220,19 @@ def score_scale(c: DeepseekV3Config) -> float:
 
 
 def plan():
-    from techniques.parallel_layers import COLUMNS_OF_OWN_TOKENS, NORM, GatherFeatures, OwnTokens
+    from techniques.parallel_layers import NORM, GatheredColumns, GatherFeatures, OwnTokens
 
     own_tokens = OwnTokens()
+    gathered_columns = GatheredColumns()
     layers = {
         "attention": GatherFeatures(),
-        "attention.wq": COLUMNS_OF_OWN_TOKENS,
+        "attention.wq": gathered_columns,
         "attention.wq_a": own_tokens,
         "attention.q_norm": NORM,
-        "attention.wq_b": COLUMNS_OF_OWN_TOKENS,
+        "attention.wq_b": gathered_columns,
         "attention.wkv_a": own_tokens,
         "attention.kv_norm": NORM,
-        "attention.wkv_b": COLUMNS_OF_OWN_TOKENS,
+        "attention.wkv_b": gathered_columns,
         "feed_forward.shared.w1": own_tokens,
         "feed_forward.shared.w2": own_tokens,
         "feed_forward.shared.w3": own_tokens,

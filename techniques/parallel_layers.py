@@ -126,18 +126,32 @@ class GatherTokens(ParallelStyle):
             whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
             return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
 
-        def gather(module: nn.Module, inputs: tuple) -> tuple:
-            x, *others = inputs
-            x = x.redistribute(placements=[REPLICATED])
-            if x.shape[1] % mesh.size():  # as of a prompt: x is not contiguous, and the matrix
-                x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
-            return x, *others
-
         if getattr(module, "by_token", False):
             module.forward = on_shards
         else:
             module.register_forward_pre_hook(gather)
         return module
+
+
+def gather(module: nn.Module, inputs: tuple) -> tuple:
+    """All-gather the tokens of x, the first input of a module: a hook before its forward."""
+    x, *others = inputs
+    n = x.device_mesh.size()
+    x = x.redistribute(placements=[REPLICATED])
+    if x.shape[1] % n:  # as of a prompt: x is not contiguous, and the matrix
+        x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
+    return x, *others
+
+
+class GatheredColumns(ParallelStyle):
+    """COLUMNS for a layer whose input is sharded by tokens, which it gathers itself. (torch's style
+    would gather, too, but views of what it gathers lose gradients: LoRA takes one.)"""
+
+    weight_dim = 0
+
+    def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        layer.register_forward_pre_hook(gather)
+        return COLUMNS._apply(layer, mesh)
 
 
 class OwnTokens(ParallelStyle):
@@ -196,7 +210,6 @@ REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D
 NORM = SequenceParallel(use_local_output=False)
 HEAD_NORM = SequenceParallel(sequence_dim=2, use_local_output=True)  # of q, k [B, T, heads, E]
 COLUMNS = ColumnParallel()
-COLUMNS_OF_OWN_TOKENS = ColumnParallel(input_layouts=SEQUENCE_SHARDED)  # it gathers x itself
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
 
 

@@ -202,9 +202,15 @@ EP_4 = [
     EP | dict(pp=2, reshard="none"),
     EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon"),
 ]
+LATENTS = EP | dict(family="deepseek_v3", tp=2)
+LATENTS_2 = [
+    LATENTS | dict(microbatch=1, adapters="latents", checkpointing="selective"),
+    LATENTS | dict(optimizer="muon", packed=True, rope_scaling=8.0, generate=True),
+]
+LATENTS_4 = [LATENTS | dict(cp=2, ep=4, checkpointing="full", microbatch=4), LATENTS | dict(pp=2)]
 QUICK = named(1, DRAWN[1])
-QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2])
-QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
+QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2, *LATENTS_2])
+QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, *LATENTS_4])
 WIDE = ODD | dict(dim=240, ffn_dim=1400)
 QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)
 for ranks in (1, 2):
