@@ -53,6 +53,7 @@ class LlamaConfig:
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
     normed_dim = 0  # features that a block normalizes beside the residual stream
+    dense_dim = 0  # width of the feed-forward in layers without experts, if others have them
     may_be_zero = ()  # fields that count something of which a model may have none
 
     def __post_init__(self):
@@ -80,6 +81,10 @@ class LlamaConfig:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.dim * (self.q_dim + self.kv_dim)  # in the matrices of a block
 
     @property
     def gathered_dims(self) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def forward_flops(work: Work) -> Flops:
     c = work.model.config
     D = c.dim
     F = c.ffn_dim * c.ffn_uses
-    products = 2 * (2 * D * (c.q_dim + c.kv_dim) + 3 * D * F)
+    products = 2 * (c.attention_weights + 3 * D * F)
     attention = 2 * (work.document or work.seq_len) * c.q_dim
     return Flops(products, attention)
 
@@ -82,7 +82,7 @@ def recomputed_flops(work: Work) -> Flops:
         return Flops(forward.products - of_matrix, 0)
     if checkpointing == "selective":
         of_ffn = 3 * of_matrix if several else of_matrix
-        return Flops(2 * D * (c.q_dim + c.kv_dim) + of_ffn, 0)
+        return Flops(c.attention_weights + of_ffn, 0)  # half of attention's products
     if checkpointing == "products" and several:
         return Flops(3 * of_matrix, 0)
     return Flops(0, 0)

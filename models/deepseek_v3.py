@@ -1,10 +1,12 @@
 """DeepSeek V3 (DeepSeek-AI 2024, arXiv:2412.19437), and R1, without the module that predicts a
 second token.
 
-What differs from Llama: attention by latents, which are small; and experts beside one that every
-token uses. A token x gives C features for keys and values, of which all heads make theirs, and R
-features of keys that all heads share. These alone are rotated, since a rotated key cannot be made
-of a latent by one matrix for all positions:
+What differs from Llama: keys and values of all heads are made of a small latent; experts in groups,
+beside one that every token uses; and YaRN for long contexts.
+
+A token x gives C features, the latent, of which all heads make keys and values, and R features of
+keys that all heads share. These alone are rotated, since no single matrix makes keys of a latent
+that are rotated by their position:
 
     x ── wq_a ── norm ── wq_b ──────────── queries of H heads: E - R features, and R rotated ones
     │
@@ -78,6 +80,26 @@ class DeepseekV3Config(mixtral.MixtralConfig):
 
     def build(self):
         return DeepseekV3(self)
+
+    @property
+    def ffn_uses(self):  # on average over layers: a dense one counts as several of width F
+        n_dense = min(self.n_dense, self.n_layers)
+        of_dense = n_dense * self.dense_dim / self.ffn_dim
+        of_others = (self.n_layers - n_dense) * (self.top_k + self.n_shared)
+        return (of_dense + of_others) / self.n_layers
+
+    @property
+    def normed_dim(self):
+        return self.q_rank + self.kv_rank
+
+    @property
+    def attention_weights(self):
+        R, C, U = self.rope_dim, self.kv_rank, self.value_dim
+        of_queries = self.dim * self.q_dim
+        if self.q_rank:
+            of_queries = self.q_rank * (self.dim + self.q_dim)
+        of_latents = self.dim * (C + R) + C * self.n_kv_heads * (self.head_dim - R + U)
+        return of_queries + of_latents + self.n_heads * U * self.dim
 
     @property
     def gathered_dims(self):

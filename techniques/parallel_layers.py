@@ -27,11 +27,12 @@ from techniques.technique import Technique
 def refuses(work) -> str:
     """Return why tensor parallelism cannot shard a step evenly, in a line, or ""."""
     config, parallel = work.model.config, work.parallel
-    shareable = math.gcd(config.n_kv_heads, config.ffn_dim)
+    shareable = math.gcd(config.n_kv_heads, config.ffn_dim, config.dense_dim)
     if shareable % parallel.tp:
+        widths = " and ".join(str(width) for width in (config.ffn_dim, config.dense_dim) if width)
         return (
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
-            f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
+            f"feed-forward width of {widths} evenly: --tp must divide {shareable}"
         )
     if work.length % parallel.tp and torch.__version__ < "2.13":  # as versions
         shares = work.seq_len // work.length  # of which each rank has two chunks

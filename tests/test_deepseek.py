@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import launch, refused, step_of, succeed
 from test_formats import CONFIGS, DEEPSEEK, DEEPSEEK_LONG, our_model, saved, saved_hf
 from test_model import relative, tokens_of
 
 from checkpoint import export_weights
+from config import ParallelConfig
 from files.formats import hf_config
 from files.gguf import save_gguf
 from files.loading import load_pretrained
@@ -22,6 +23,8 @@ from lora import targets_in
 from model import KVCache
 from models.deepseek_v3 import TINY, V3, DeepseekV3Config, Router
 from models.mixtral import MixtralConfig
+from parallel import refusal
+from perf.instruments import build_on_meta
 from plumbing.messages import UserError
 
 # The fields of the published config.json that say what is computed, without its fp8.
@@ -153,6 +156,20 @@ def test_experts_are_of_the_best_groups():
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **changes)
+
+
+@pytest.mark.parametrize("q_rank", [0, 48])
+def test_the_weights_of_attention_are_those_of_its_matrices(q_rank):
+    config = replace(TINY, q_rank=q_rank)
+    attention = build_on_meta(config).layers["0"].attention
+    counted = sum(p.numel() for p in attention.parameters() if p.ndim == 2)
+    assert config.attention_weights == counted
+
+
+def test_tensor_parallelism_that_does_not_divide_a_dense_layer_is_refused():
+    config = replace(TINY, dense_dim=289)
+    work = step_of(build_on_meta(config), ParallelConfig(tp=2, ep=2), 1, 1, 64)
+    assert "a feed-forward width of 72 and 289 evenly: --tp must divide 1" in refusal(work)
 
 
 def test_targets_are_matrices_of_the_model():
