@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
-from files import directories, formats
+from files import directories
 from files.adapters import (
     gather_adapters,
     is_adapter,
@@ -326,33 +326,10 @@ def export_weights(
     """Write a directory in the format of Hugging Face (`hf`) or llama.cpp (`gguf`). Weights keep
     their dtype if `dtype` is None. Raises UserError for a model that other programs would load as
     another one."""
-    from files.gguf import Q8_0, save_gguf  # here, since only an export needs it
+    from files.export import export_files  # here, since only an export needs it
 
     source = find_checkpoint(source)
-    config, stored = open_weights(source)
-    formats.check_is_published(config, stored)
-    if dtype == Q8_0 and format != "gguf":
-        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
-    if dtype and format != "gguf":  # which keeps norms in float32
-        stored = {name: weight.to(dtype) for name, weight in stored.items()}
-    stored = with_progress_of(stored, f"writing {target}")
-    tokenizer = _tokenizer_of(read_config(source))
-    if format == "gguf" and not tokenizer:
-        raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
-    with directories.new_directory(target) as temporary:
-        if format == "gguf":
-            save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
-            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim")
-            read_back = type(config)(**{name: getattr(config, name) for name in fields})
-        else:
-            formats.save_hf(temporary, config, stored, tokenizer)
-            read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if read_back != config:
-            raise UserError(
-                f"--format {format} cannot hold the model in {source}: it would be read back with "
-                f"{directories.describe_differences(read_back, config)}"
-            )
-        directories.sync(*temporary.iterdir(), temporary)
+    export_files(source, target, format, dtype, _tokenizer_of(read_config(source)))
 
 
 def _tokenizer_of(metadata: dict) -> Tokenizer | None:

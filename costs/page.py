@@ -116,7 +116,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     state["kept"] = more["kept"]
     sums = _gradient_sums(all_units, work)
     if p.strategy.uses_fsdp:
-        gathered = _gathered(root, of_blocks, p)
+        gathered = _gathered(root, of_blocks, L, p)
     else:
         gathered = _autocast_copies(root, of_blocks, work)
 
@@ -180,18 +180,15 @@ def _gradient_sums(all_units: list[Unit], work: Work) -> float:
     return sums / p.shard if p.strategy.uses_fsdp and p.reshard == "all" else sums
 
 
-def _gathered(root: Unit, of_blocks: list[Unit], p: ParallelConfig) -> float:
-    """Return the bytes of the weights that FSDP has gathered: the root's, and two blocks'."""
+def _gathered(root: Unit, of_blocks: list[Unit], L: int, p: ParallelConfig) -> float:
+    """Return the bytes of the weights that FSDP has gathered: the root's, and those of two of the
+    largest of L blocks."""
     if p.reshard == "none" or p.shard == 1:
         return root.gathered + sum(unit.copies * unit.gathered for unit in of_blocks)
-    largest = of_block = blocks = 0
+    largest = Counter()  # by kind: a block's, and its experts'
     for unit in of_blocks:
-        if not unit.kind:  # else these are the experts of the block before
-            of_block = 0
-            blocks += unit.copies
-        of_block += unit.gathered
-        largest = max(largest, of_block)
-    return root.gathered + min(2, blocks) * largest
+        largest[unit.kind] = max(largest[unit.kind], unit.gathered)
+    return root.gathered + min(2, L) * largest.total()
 
 
 def _autocast_copies(root: Unit, of_blocks: list[Unit], work: Work) -> float:
@@ -319,7 +316,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "cp", "reduce-scatter", m * L, kv
 
     feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
-    for width in c.gathered_dims:
+    for width in c.gathered_dims or (c.dim,):
         yield "tp", "all-gather", m * L * (1 + again + references), p.tp * feature * width
         yield "tp", "reduce-scatter", m * L, p.tp * feature * width
     x = feature * c.dim

@@ -86,17 +86,15 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     of_block = part.config, parallel.tp, parallel.weight_bytes, shards
     of_experts = part.config, parallel.ep, parallel.weight_bytes, parallel.expert_shard
     root = size_on_rank(part, "", *of_block)
-    copies = Counter()
+    blocks, experts = Counter(), Counter()  # sizes -> how many have them
     for number, block in part.layers.items():
         size = size_on_rank(block, f"layers.{number}", *of_block)
         root = root.without(size)
-        inside = Size(0, 0)
-        if parallel.ep > 1:
-            for path, experts in experts_of(block).items():
-                place = experts, f"layers.{number}.{path}"
-                size = size.without(size_on_rank(*place, *of_block))
-                inside = size_on_rank(*place, *of_experts)
-        copies[size, inside] += 1
+        for path, module in experts_of(block).items() if parallel.ep > 1 else ():
+            place = module, f"layers.{number}.{path}"
+            size = size.without(size_on_rank(*place, *of_block))
+            experts[size_on_rank(*place, *of_experts)] += 1
+        blocks[size] += 1
 
     def unit(copies: int, size: Size, kind: str = "") -> Unit:
         gathered = size.trained * parallel.weight_bytes
@@ -105,10 +103,8 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
         return Unit(copies, size.trained, size.frozen, gathered, kind)
 
     found = [unit(1, root)]
-    for (size, inside), n in copies.items():
-        found.append(unit(n, size))
-        if any(inside):
-            found.append(unit(n, inside, "expert_"))
+    found += [unit(n, size) for size, n in blocks.items()]
+    found += [unit(n, size, "expert_") for size, n in experts.items()]
     return found
 
 

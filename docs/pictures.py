@@ -32,6 +32,7 @@ from costs.page import (  # noqa: E402
     sends,
     sent_bytes,
 )
+from docs.side_by_side import BLOCKS, ROWS  # noqa: E402
 from model import PRESETS  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from plumbing.processes import Process  # noqa: E402
@@ -244,6 +245,25 @@ def draw_mesh(path: Path) -> None:
     save(figure, path)
 
 
+def draw_models(path: Path) -> None:
+    """The blocks of all families side by side; what differs from Llama's is filled."""
+    figure, (ax,) = new_figure(1.2 + 1.55 * len(BLOCKS), 2.6)
+    for column, (family, cells) in enumerate(BLOCKS.items()):
+        ax.text(column, 0.75, family, ha="center", weight="bold", color=INK)
+        for row, (cell, of_llama) in enumerate(zip(cells, BLOCKS["llama"])):
+            differs = row > 0 and cell != of_llama
+            ax.add_patch(rounded(column - 0.47, -row - 0.36, 0.94, 0.72,
+                                 BLUE if differs else "none", edgecolor=GREY))  # fmt: skip
+            words = cell.replace(", ", ",\n") if len(cell) > 17 else cell
+            ax.text(column, -row, words, ha="center", va="center", fontsize=7.5, color=INK)
+    for row, name in enumerate(ROWS):
+        ax.text(-0.6, -row, name, ha="right", va="center", color=GREY)
+    ax.set_xlim(-1.4, len(BLOCKS) - 0.4)
+    ax.set_ylim(-len(ROWS) + 0.5, 1.2)
+    ax.axis("off")
+    save(figure, path)
+
+
 def draw_pipeline(path: Path) -> None:
     """The three schedules for four ranks and eight microbatches, one below another; the times of
     interleaved stages, two on a rank, are half of the others'."""
@@ -284,6 +304,7 @@ PICTURES = {
     "pipeline": draw_pipeline,
     "context": draw_context,
     "float8": draw_float8,
+    "models": draw_models,
 }
 
 

@@ -1,4 +1,4 @@
-"""Read the model directories of Hugging Face and of Meta, and write Hugging Face's.
+"""Read the model directories of Hugging Face and of Meta.
 
 Both hold the same weights. They differ in the names of the weights, in the order of the rows of wq
 and wk, in the number of files, and in how they describe the model's shape. Opening either gives a
@@ -9,10 +9,8 @@ that loads its shard of a 70B model holds one full matrix at a time beside its s
 """
 
 import functools
-import json
 import re
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ import torch
 from torch import Tensor
 
 from files import published
-from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
-from model import KVCache, LlamaConfig
+from files.safetensors import StoredTensor, Weights, open_safetensors
+from model import LlamaConfig
 from models.family import families, family_of
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
-from text.vocabulary import Tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -75,26 +72,6 @@ def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str
     if "{}" not in found:
         return [found]
     return [found.format(i) for i in range(shape[0])]
-
-
-def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
-    """Return a parameter as Hugging Face stores it, by its names there."""
-    names = hf_names(name, config, weight.shape)
-    if len(names) == 1:
-        return {names[0]: weight.map(partial(to_hf_rows, name, config))}
-
-    def read(i: int) -> Tensor:
-        return _last_read(weight)[i].clone()
-
-    parts = {}
-    for i, part in enumerate(names):
-        parts[part] = replace(weight, shape=weight.shape[1:], read=partial(read, i))
-    return parts
-
-
-@functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
-def _last_read(weight: StoredTensor) -> Tensor:
-    return weight.read()
 
 
 def reorder_rows(
@@ -153,44 +130,6 @@ def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: 
         raise UserError(f"the weights in {source} are not this Llama's: {'; '.join(messages)}")
 
 
-def check_is_published(config: LlamaConfig, weights: Weights) -> None:
-    """Raise UserError if a model is not what others publish: if its code has other weights, or
-    computes other logits. One with a padded vocabulary computes the same logits, and is none."""
-    for name in weights:
-        hf_names(name, config, (1,))
-    rows = weights["tok_embeddings.weight"].shape[0]
-    if rows != config.vocab_size:
-        raise UserError(
-            f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
-            f"exist: a published Llama has no others"
-        )
-    family = published.family_for_others(config)
-    computes_the_same = published.computes(family.published.logits, family)
-    if not (computes_the_same and attends_to_everything(family.small_config)):
-        raise UserError(
-            "model.py has been changed and no longer computes a published Llama: other programs "
-            "would compute other logits from the exported weights"
-        )
-
-
-@torch.enable_grad()
-def attends_to_everything(config: LlamaConfig) -> bool:
-    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
-    a sliding window, which may be longer than published.TOKENS, they have none."""
-    model = published.with_fixed_weights(config.build().double())
-    cache = KVCache()
-    position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
-    shape = 1, 32_768, config.n_kv_heads, config.head_dim
-    values = []
-    for layer in range(config.n_layers):
-        value = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        cache.add(layer, torch.zeros_like(value), value)
-        values.append(value)
-    logits = model(torch.zeros_like(position), positions=position, cache=cache)
-    logits.sum().backward()
-    return all(value.grad[:, 0].any() for value in values)
-
-
 def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> LlamaConfig:
     """Return a configuration with these fields, which come from a file and are checked."""
     default = kind()
@@ -211,8 +150,6 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
 
 
 # ---------------------------------------------------------------------------------- Hugging Face
-
-MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
 
 HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same values
     "dim": "hidden_size",
@@ -356,58 +293,6 @@ def hf_files(directory: Path) -> list[Path]:
         if not path.is_file():
             raise UserError(f"{directory} lacks {path.name}, which {index.name} lists")
     return files
-
-
-def save_hf(
-    directory: Path, config: LlamaConfig, weights: Weights, tokenizer: Tokenizer | None = None
-) -> None:
-    """Write a directory that from_pretrained of transformers 4 or 5 loads.
-
-    transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
-    always written: if it were left out, transformers would stop at token 2."""
-    files = [{}]  # the tensors of each
-    file_bytes = 0
-    for name, weight in weights.items():
-        for part, tensor in to_hf_parts(name, config, weight).items():
-            if file_bytes and file_bytes + tensor.nbytes > MAX_FILE_BYTES:
-                files.append({})
-                file_bytes = 0
-            files[-1][part] = tensor
-            file_bytes += tensor.nbytes
-    weight_map = {}
-    for i, tensors in enumerate(files, 1):
-        file_name = "model.safetensors"
-        if len(files) > 1:
-            file_name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        save_safetensors(directory / file_name, tensors, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file_name)
-    if len(files) > 1:
-        total_size = sum(weight.nbytes for weight in weights.values())
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        path = directory / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=1), "utf-8")
-
-    scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
-    dtype = weights["tok_embeddings.weight"].dtype
-    family = published.family_for_others(config)
-    fields = HF_FIELDS | family.published.fields
-    content = SUPPORTED | {
-        "model_type": family.name,
-        "architectures": [f"{family.name.title().replace('_', '')}ForCausalLM"],
-        **{key: getattr(config, name) for name, key in fields.items()},
-        **family.published.supported,
-        "head_dim": config.head_dim,
-        "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
-        "bos_token_id": tokenizer.named_bos if tokenizer else None,
-        "eos_token_id": list(tokenizer.stop) if tokenizer else None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    content |= family.published.write(config)
-    for key in family.published.absent:
-        del content[key]
-    (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")
-    if tokenizer:
-        tokenizer.save_published(directory)
 
 
 # ------------------------------------------------------------------------------------------ Meta

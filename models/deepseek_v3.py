@@ -112,7 +112,7 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: so its autho
 class Attention(nn.Module):
     writes_to_stream = ("wo",)
     saved_products = ("wkv_a", "wo")
-    of_own_tokens = ("wq_a", "wkv_a")
+    token_layers = ("wq_a", "wkv_a")
 
     def __init__(self, config: DeepseekV3Config, layer: int):
         super().__init__()
@@ -178,7 +178,7 @@ class Router(experts.Router):
 
 
 class SharedExperts(model.FeedForward):
-    of_own_tokens = ("w1", "w2", "w3")
+    token_layers = ("w1", "w2", "w3")
 
 
 class MixtureOfExperts(experts.MixtureOfExperts):
@@ -244,20 +244,20 @@ def score_scale(c: DeepseekV3Config) -> float:
 def plan():
     from techniques.parallel_layers import NORM, GatheredColumns, GatherFeatures, OwnTokens
 
-    own_tokens = OwnTokens()
+    whole = OwnTokens()
     gathered_columns = GatheredColumns()
     layers = {
         "attention": GatherFeatures(),
         "attention.wq": gathered_columns,
-        "attention.wq_a": own_tokens,
+        "attention.wq_a": whole,
         "attention.q_norm": NORM,
         "attention.wq_b": gathered_columns,
-        "attention.wkv_a": own_tokens,
+        "attention.wkv_a": whole,
         "attention.kv_norm": NORM,
         "attention.wkv_b": gathered_columns,
-        "feed_forward.shared.w1": own_tokens,
-        "feed_forward.shared.w2": own_tokens,
-        "feed_forward.shared.w3": own_tokens,
+        "feed_forward.shared.w1": whole,
+        "feed_forward.shared.w2": whole,
+        "feed_forward.shared.w3": whole,
     }
     return mixtral.plan() | {f"layers.*.{name}": style for name, style in layers.items()}
 

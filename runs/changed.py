@@ -92,11 +92,10 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
 
 
 def prediction_note(config: LlamaConfig) -> str:
-    """Return a note that memory and communication are predicted for published models, if this one
+    """Return a note that memory and communication are predicted for a published model, if this one
     is of a student's file, or its code was changed."""
     family = family_of(config)
-    if family.published is None:
-        return f"note: {family.name} is predicted as a Llama: bench.py step counts what it does"
-    if not computes(family.published.logits, family):
-        return "note: model.py was changed: bench.py step counts what it holds and sends"
-    return ""
+    if family.published and computes(family.published.logits, family):
+        return ""
+    changed = "is a file of your own" if family.digest else "or model.py was changed"
+    return f"note: {family.name} {changed}: bench.py step counts what it holds and sends"

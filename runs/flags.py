@@ -150,9 +150,10 @@ class Pretraining(Run):
 
     @property
     def default_name(self) -> str:
-        if self.model:
-            return self.model.replace(".py", "").replace(":", "-")
-        return "tuned" if self.init else "tiny"
+        if not self.model:
+            return "tuned" if self.init else "tiny"
+        file, _, preset = self.model.partition(":")
+        return f"{Path(file).name.removesuffix('.py')}-{preset}".rstrip("-")
 
 
 def pretraining(words: list[str]) -> type[Pretraining]:

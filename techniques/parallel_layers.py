@@ -65,7 +65,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     """Return the dimension of a linear layer's weight that tensor parallelism shards, as its parent
     says; None for a layer that multiplies a rank's tokens alone."""
     parent, _, attribute = name.rpartition(".")
-    if attribute in getattr(model.get_submodule(parent), "of_own_tokens", ()):
+    if attribute in getattr(model.get_submodule(parent), "token_layers", ()):
         return None
     return 1 if writes_to_stream(model, name) else 0
 
@@ -165,7 +165,7 @@ class OwnTokens(ParallelStyle):
         shard_parameters(layer, mesh, self.weight_dim)
         product = getattr(layer, "product", F.linear)
 
-        def of_own_tokens(x, *operands):
+        def on_local_tokens(x, *operands):
             parts = [local_operand(operand) for operand in operands]
             y = product(to_local(x), *parts)
             if not isinstance(x, DTensor):
@@ -176,9 +176,9 @@ class OwnTokens(ParallelStyle):
             return DTensor.from_local(y, mesh, x.placements, run_check=False, **whole)
 
         if hasattr(layer, "product"):
-            layer.product = of_own_tokens
+            layer.product = on_local_tokens
         else:
-            layer.forward = lambda x: of_own_tokens(x, layer.weight, layer.bias)
+            layer.forward = lambda x: on_local_tokens(x, layer.weight, layer.bias)
         return layer
 
 

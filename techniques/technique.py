@@ -17,7 +17,7 @@ or methods, tell them what they have to know. Each may be left out:
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay and Muon are for these
     initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
-    of_own_tokens     names of its linear layers that --tp lets each rank compute for its own tokens
+    token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss

@@ -17,7 +17,7 @@ from test_published import QWEN, write
 
 import report
 from data import open_windows, tokenize, tokenizer_of_token_files
-from files import directories, formats
+from files import directories, export
 from files.adapters import gather_adapters, save_adapter
 from files.loading import load_pretrained
 from lora import LoRA, add_adapters
@@ -126,7 +126,7 @@ def files(tmp_path_factory) -> Path:
     tokenizer, model = load_tokenizer(str(home / "tokenizer.model")), our_model(CONFIG)
     saved(home / "own", model, tokenizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "MAX_FILE_BYTES", 20_000)
+        patch.setattr(export, "MAX_FILE_BYTES", 20_000)
         saved_hf(home / "hf", model, tokenizer)
     save_shards(home / "meta", CONFIG, [model.state_dict()])
     add_adapters(model, lora := LoRA(rank=2))

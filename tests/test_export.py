@@ -6,8 +6,8 @@ from conftest import changed_copy, hugging_face_model, launch, refused, slow, su
 from test_formats import stored
 from test_model import to_hugging_face
 
-from files import formats
 from files import published as fingerprint
+from files.export import check_is_published
 from files.gguf import save_gguf
 from files.published import with_fixed_weights
 from models.family import families
@@ -55,7 +55,7 @@ def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, c
 ])  # fmt: skip
 def test_a_parameter_that_hugging_face_has_no_name_for(config, message):
     with pytest.raises(UserError, match=message):
-        formats.check_is_published(config, {"layers.0.attention.v_norm.weight": None})
+        check_is_published(config, {"layers.0.attention.v_norm.weight": None})
 
 
 @pytest.mark.parametrize("config, message", [
@@ -78,4 +78,4 @@ def test_the_fingerprint_is_that_of_transformers(name):
     reference.load_state_dict(to_hugging_face(config, weights))
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
     torch.testing.assert_close(logits.tolist(), expected, rtol=0, atol=1e-5)
-    formats.check_is_published(config, stored(config.build()))
+    check_is_published(config, stored(config.build()))

@@ -16,7 +16,7 @@ from conftest import hugging_face_model, like, succeed
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from checkpoint import export_weights, import_weights, write_checkpoint
-from files import formats
+from files import export, formats
 from files.adapters import save_adapter
 from files.directories import find_adapter, find_checkpoint, open_weights, read_config
 from files.loading import load_pretrained
@@ -79,7 +79,7 @@ def saved(path: Path, model: Llama, tokenizer: Tokenizer | None = None) -> Path:
 
 def saved_hf(directory: Path, model: Llama, tokenizer: Tokenizer | None = None) -> Path:
     directory.mkdir(exist_ok=True)
-    formats.save_hf(directory, model.config, stored(model), tokenizer)
+    export.save_hf(directory, model.config, stored(model), tokenizer)
     return directory
 
 
@@ -111,7 +111,7 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     assert model.config == config
     logits_agree(model, reference)
 
-    monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", file_bytes)
     ids = SimpleNamespace(named_bos=7, stop=[8, 9], save_published=lambda _: None)
     saved_hf(ours, model, ids)
     for directory in (theirs, ours):
@@ -243,7 +243,7 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     weights = stored(model)
     weights["norm.weight"] = weights["norm.weight"].to(torch.float32)
     hf.mkdir()
-    formats.save_hf(hf, config, weights)
+    export.save_hf(hf, config, weights)
     (tmp_path / ".hf2").mkdir()
     import_weights(hf, tmp_path / "a", None)
     export_weights(tmp_path / "a", tmp_path / "hf2", "hf", None)
@@ -337,7 +337,7 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
 def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch):
     """Less than the largest file: 9 MB or 51 MB, of 103 MB in all."""
     model = our_model(LlamaConfig(512, 8, 8, 2, 1536, vocab_size=1500))
-    monkeypatch.setattr(formats, "MAX_FILE_BYTES", 9_000_000)
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 9_000_000)
     hf, meta = saved_hf(tmp_path / "hf", model), tmp_path / "meta"
     save_shards(meta, model.config, meta_shards(model, 2, by_rows_only=True))
     result = succeed("tests/workers/loading_memory.py", hf, meta, nproc=2)
@@ -426,7 +426,7 @@ UNFIT = [
 @pytest.mark.parametrize("file, changes, message", UNFIT, ids=str)
 def test_configs_that_do_not_fit_are_refused(file, changes, message, tmp_path):
     if file == HF:
-        formats.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)))
+        export.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)))
     else:
         save_shards(tmp_path, PLAIN, [our_model(PLAIN).state_dict()])
     content = json.loads((tmp_path / file).read_text()) | changes
@@ -456,6 +456,6 @@ def test_pickled_code_is_not_run(tmp_path, capsys):
 
 def test_weights_of_integers_are_refused(tmp_path):
     norm = StoredTensor.of(torch.ones(48, dtype=torch.int8))
-    formats.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)) | {"norm.weight": norm})
+    export.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)) | {"norm.weight": norm})
     with pytest.raises(UserError, match=r"has 1 tensor\(s\) of integers: model\.norm\.weight"):
         load_pretrained(tmp_path)

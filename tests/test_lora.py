@@ -12,7 +12,7 @@ from conftest import like
 from torch import nn
 
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
-from files.formats import save_hf
+from files.export import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
 from lora import (
     LoRA,

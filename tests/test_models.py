@@ -28,6 +28,7 @@ from torch import nn
 
 from config import ParallelConfig
 from costs.shapes import units
+from docs import side_by_side
 from files.old_models import family_of_old
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from models.family import HERE, families, family_of, find_preset, presets
@@ -249,3 +250,16 @@ def test_each_block_is_asked_what_it_holds(ep):
     counted = sum(m.size for m in matrices) + sum(math.prod(shape) for shape in stacks)
     in_blocks = [p for name, p in model.layers.named_parameters() if "norm" not in name]
     assert counted == sum(p.numel() for p in in_blocks if p.ndim > 1)
+
+
+@pytest.mark.slow
+def test_docs_models_md_has_the_table_of_today():
+    assert side_by_side.table() in (ROOT / "docs/models.md").read_text()
+
+
+def test_two_presets_are_set_side_by_side():
+    found = side_by_side.compare(["tiny", "tiny-experts"])
+    lines = [line.split() for line in found.splitlines()]
+    assert ["n_experts", "-", "8"] in lines and ["ffn_dim", "288", "144"] in lines
+    cached = 2 * 2 * 4 * 2 * 24  # bytes of k and v, L KV E
+    assert f"bytes of a cached token {cached}, dim 96, n_layers 4" in found.splitlines()[-1]

@@ -18,7 +18,7 @@ from conftest import launch, refused, succeed
 
 from checkpoint import write_checkpoint
 from data import TokenFileWriter
-from files.formats import save_hf
+from files.export import save_hf
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
 from text.bpe import train_tokenizer

@@ -1,9 +1,9 @@
 """Set models side by side: what a model has that another has not, and what that costs.
 
-    python docs/models.py llama3.1-8b qwen3-30b-a3b     two presets in a table
-    python docs/models.py                               the table of docs/models.md anew
+    python docs/side_by_side.py llama3.1-8b qwen3-30b-a3b     two presets in a table
+    python docs/side_by_side.py                               the table of docs/models.md anew
 
-Nothing is allocated: the weights are counted on `meta`, and the cache by fake tensors.
+Nothing is allocated: weights are counted on `meta`, and the cache by fake tensors.
 """
 
 import argparse
@@ -31,36 +31,50 @@ SHOWN = {  # a preset of each family in docs/models.md
     "qwen3": "qwen3-8b",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "deepseek_v3": "deepseek-v3",
+}
+
+
+# What a block of each family has, by part, for the picture.
+ROWS = "year", "norms", "attention", "positions", "feed-forward"
+BLOCKS = {
+    "llama": ("2024", "before each part", "grouped queries", "RoPE", "SwiGLU"),
+    "qwen2": ("2024", "before each part", "biases of q, k, v", "RoPE", "SwiGLU"),
+    "qwen3": ("2025", "before each part", "q and k normed", "RoPE", "SwiGLU"),
+    "mixtral": ("2024", "before each part", "grouped queries", "RoPE", "8 experts, 2 used"),
+    "qwen3_moe": ("2025", "before each part", "q and k normed", "RoPE", "128 experts, 8 used"),
+    "deepseek_v3": ("2024", "before each part", "by latents", "YaRN", "256 experts, 8 used"),
 }
 
 
 def cached_bytes(config: LlamaConfig) -> int:
-    """Return the bytes in which KVCache keeps a token, in bfloat16: counted in a forward."""
+    """Return the bytes in which KVCache keeps a token, in bfloat16: counted of three tokens."""
     cache = KVCache()
     with FakeTensorMode(), WithoutInit(), torch.no_grad():
         model = config.build()
-        positions = torch.arange(3)[None]
-        model(torch.zeros_like(positions), positions=positions, cache=cache)
+        angles = model.angles(torch.arange(3)[None])
+        for block in model.layers.values():
+            block.attention(torch.empty(1, 3, config.dim), *angles, None, cache)
     kept = [tensor for layer in cache.layers.values() for tensor in layer]
     return 2 * sum(tensor.numel() for tensor in kept) // 3
 
 
-def used_weights(config: LlamaConfig) -> int:
-    """Return how many weights a token is multiplied by. The products of a forward take two FLOPs
-    for each, and training three times as many."""
-    return flops_per_token(build_on_meta(config), seq_len=0) // 6
+def in_words(number: float) -> str:
+    """Return a number in billions or, below one, in millions."""
+    return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.2f} M"
 
 
 def facts(config: LlamaConfig) -> dict[str, str]:
     """Return what a table says of a configuration, by row."""
     model = build_on_meta(config)
     forward = flops_per_token(model, CONTEXT) / 3
-    rows = {"family": family_of(config).name}
-    rows["parameters"] = f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} B"
-    rows["weights that a token uses"] = f"{used_weights(config) / 1e9:.2f} B"
-    rows["a cached token, bfloat16"] = f"{cached_bytes(config) / 1024:.0f} KiB"
-    rows[f"FLOPs of a token after {CONTEXT:,}"] = f"{forward / 1e9:.1f} G"
-    return rows
+    return {
+        "family": family_of(config).name,
+        "parameters": in_words(sum(p.numel() for p in model.parameters())),
+        "weights that a token uses": in_words(flops_per_token(model, seq_len=0) / 6),
+        "bytes of a cached token": f"{cached_bytes(config):,}",
+        f"FLOPs of a token after {CONTEXT:,}": in_words(forward),
+    }
 
 
 def compare(names: list[str]) -> str:
@@ -88,10 +102,12 @@ def compare(names: list[str]) -> str:
 
 
 def what_differs(name: str) -> str:
-    """Return what the head of a model's file says after "What differs from Llama: "."""
+    """Return the sentence in the head of a model's file that says what differs from Llama."""
     head = (ROOT / f"models/{name}.py").read_text().split('"""')[1]
     _, _, said = head.partition("What differs from Llama: ")
-    return re.sub(r"\s+", " ", said.split("\n\n")[0]).strip() or "model.py itself"
+    without_sources = re.sub(r"\s+\([^)]*\)", "", said.split("\n\n")[0])
+    sentence, _, _ = re.sub(r"\s+", " ", without_sources).partition(". ")
+    return sentence.strip(" .") or "model.py itself"
 
 
 def table() -> str:

@@ -1,0 +1,165 @@
+"""Export a model: check that it is one that others publish, and write Hugging Face's files or, by
+gguf.py, llama.cpp's. formats.py has the names, and reads Hugging Face's files."""
+
+import functools
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from files import published
+from files.directories import describe_differences, new_directory, open_weights, sync
+from files.formats import HF_FIELDS, SUPPORTED, SUPPORTED_SCALING, hf_names, to_hf_rows
+from files.gguf import Q8_0, save_gguf
+from files.safetensors import StoredTensor, Weights, save_safetensors, with_progress_of
+from model import KVCache, LlamaConfig
+from plumbing.messages import UserError
+from text.vocabulary import Tokenizer
+
+MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
+
+
+def export_files(
+    source: Path,
+    target: Path,
+    format: str,
+    dtype: torch.dtype | str | None,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write what checkpoint.py's export_weights says, with the tokenizer of the source."""
+    config, stored = open_weights(source)
+    check_is_published(config, stored)
+    if dtype == Q8_0 and format != "gguf":
+        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
+    if dtype and format != "gguf":  # which keeps norms in float32
+        stored = {name: weight.to(dtype) for name, weight in stored.items()}
+    stored = with_progress_of(stored, f"writing {target}")
+    if format == "gguf" and not tokenizer:
+        raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
+    with new_directory(target) as temporary:
+        if format == "gguf":
+            save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
+            fields = (*HF_FIELDS, "rope_scaling", "head_dim")
+            read_back = type(config)(**{name: getattr(config, name) for name in fields})
+        else:
+            save_hf(temporary, config, stored, tokenizer)
+            read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
+        if read_back != config:
+            raise UserError(
+                f"--format {format} cannot hold the model in {source}: it would be read back with "
+                f"{describe_differences(read_back, config)}"
+            )
+        sync(*temporary.iterdir(), temporary)
+
+
+def check_is_published(config: LlamaConfig, weights: Weights) -> None:
+    """Raise UserError if a model is not what others publish: if its code has other weights, or
+    computes other logits. One with a padded vocabulary computes the same logits, and is none."""
+    for name in weights:
+        hf_names(name, config, (1,))
+    rows = weights["tok_embeddings.weight"].shape[0]
+    if rows != config.vocab_size:
+        raise UserError(
+            f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
+            f"exist: a published Llama has no others"
+        )
+    family = published.family_for_others(config)
+    computes_the_same = published.computes(family.published.logits, family)
+    if not (computes_the_same and attends_to_everything(family.small_config)):
+        raise UserError(
+            "model.py has been changed and no longer computes a published Llama: other programs "
+            "would compute other logits from the exported weights"
+        )
+
+
+@torch.enable_grad()
+def attends_to_everything(config: LlamaConfig) -> bool:
+    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
+    a sliding window, which may be longer than published.TOKENS, they have none."""
+    model = published.with_fixed_weights(config.build().double())
+    cache = KVCache()
+    position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
+    shape = 1, 32_768, config.n_kv_heads, config.head_dim
+    values = []
+    for layer in range(config.n_layers):
+        value = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        cache.add(layer, torch.zeros_like(value), value)
+        values.append(value)
+    logits = model(torch.zeros_like(position), positions=position, cache=cache)
+    logits.sum().backward()
+    return all(value.grad[:, 0].any() for value in values)
+
+
+def save_hf(
+    directory: Path, config: LlamaConfig, weights: Weights, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write a directory that from_pretrained of transformers 4 or 5 loads.
+
+    transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
+    always written: if it were left out, transformers would stop at token 2."""
+    files = [{}]  # the tensors of each
+    file_bytes = 0
+    for name, weight in weights.items():
+        for part, tensor in to_hf_parts(name, config, weight).items():
+            if file_bytes and file_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                files.append({})
+                file_bytes = 0
+            files[-1][part] = tensor
+            file_bytes += tensor.nbytes
+    weight_map = {}
+    for i, tensors in enumerate(files, 1):
+        file_name = "model.safetensors"
+        if len(files) > 1:
+            file_name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        save_safetensors(directory / file_name, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file_name)
+    if len(files) > 1:
+        total_size = sum(weight.nbytes for weight in weights.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        path = directory / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=1), "utf-8")
+
+    scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
+    dtype = weights["tok_embeddings.weight"].dtype
+    family = published.family_for_others(config)
+    fields = HF_FIELDS | family.published.fields
+    content = SUPPORTED | {
+        "model_type": family.name,
+        "architectures": [f"{family.name.title().replace('_', '')}ForCausalLM"],
+        **{key: getattr(config, name) for name, key in fields.items()},
+        **family.published.supported,
+        "head_dim": config.head_dim,
+        "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
+        "bos_token_id": tokenizer.named_bos if tokenizer else None,
+        "eos_token_id": list(tokenizer.stop) if tokenizer else None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    content |= family.published.write(config)
+    for key in family.published.absent:
+        del content[key]
+    (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")
+    if tokenizer:
+        tokenizer.save_published(directory)
+
+
+def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights:
+    """Return a parameter as Hugging Face stores it, by its names there."""
+    names = hf_names(name, config, weight.shape)
+    if len(names) == 1:
+        return {names[0]: weight.map(partial(to_hf_rows, name, config))}
+
+    def read(i: int) -> Tensor:
+        return _last_read(weight)[i].clone()
+
+    parts = {}
+    for i, part in enumerate(names):
+        parts[part] = replace(weight, shape=weight.shape[1:], read=partial(read, i))
+    return parts
+
+
+@functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
+def _last_read(weight: StoredTensor) -> Tensor:
+    return weight.read()
