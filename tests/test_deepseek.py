@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import launch, refused, step_of, succeed
-from test_formats import CONFIGS, DEEPSEEK, DEEPSEEK_LONG, our_model, saved, saved_hf
+from test_formats import DEEPSEEK, DEEPSEEK_LONG, our_model, saved, saved_hf
 from test_model import relative, tokens_of
 
 from checkpoint import export_weights
@@ -21,7 +21,7 @@ from files.safetensors import StoredTensor, open_safetensors, save_safetensors
 from generate import generate
 from lora import targets_in
 from model import KVCache
-from models.deepseek_v3 import TINY, V3, DeepseekV3Config, Router
+from models.deepseek_v3 import TINY, V3, Router
 from models.mixtral import MixtralConfig
 from parallel import refusal
 from perf.instruments import build_on_meta
@@ -196,4 +196,8 @@ def test_a_small_model_trains_and_is_tuned(corpus, sums, tmp_path):
     said = "--prompt", "1 and", "--max-new-tokens", 8, "--temperature", 0
     apart = succeed("generate.py", base, "--adapter", adapter, *said).out
     assert succeed("generate.py", adapter / "merged", *said).out == apart
-    assert DEEPSEEK in CONFIGS and isinstance(DEEPSEEK, DeepseekV3Config)
+    before, after = load_pretrained(base), load_pretrained(adapter / "merged")
+    for name, layer in before.layers["1"].attention.named_modules():
+        if name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo"):
+            changed = after.get_submodule(f"layers.1.attention.{name}")
+            assert not torch.equal(changed.weight, layer.weight), name
