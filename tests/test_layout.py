@@ -49,7 +49,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 28_530, "techniques": 21_280, "costs": 8_926, "perf": 10_635, "runs": 12_555,
     "files": 13_878, "models": 5_097, "text": 18_150, "plumbing": 9_099, "labs": 59_967,
-    "tests": 131_120, "docs": 8_296,
+    "tests": 131_176, "docs": 8_296,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
