@@ -41,6 +41,7 @@ from files.directories import read_config
 from files.loading import load_weights
 from generate import find_model
 from model import Llama
+from models.family import TARGETS
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, print_rank_zero
@@ -82,10 +83,9 @@ class Finetuning(Run):
     alpha: float = flag(16.0, "adapters' scale is alpha / rank", LORA, may_change=True)
     rslora: bool = flag(False, "adapters' scale is alpha / sqrt(rank)", LORA, may_change=True)
     dropout: float = flag(0.0, "dropout of the adapters' input", LORA, may_change=True)
-    targets: tuple[str, ...] = flag(tuple(lora.TARGETS), "matrices with an adapter, of "
-                                    f"{' '.join(lora.TARGETS)} (default: all)", LORA,
-                                    choices=lora.TARGETS, may_change=True, nargs="+",
-                                    metavar="MATRIX")
+    targets: tuple[str, ...] = flag(TARGETS, "matrices with an adapter, of a Llama's "
+                                    f"{' '.join(TARGETS)} or another model's own (default: all)",
+                                    LORA, may_change=True, nargs="+", metavar="MATRIX")
     dora: bool = flag(False, "train the length of each row apart from its direction", LORA)
     base_bits: int = flag(16, "4: keep the blocks' frozen matrices in 4 bits (default: the dtype "
                           "of computation)", LORA, int, choices=[16, 4])
@@ -121,8 +121,8 @@ class Finetuning(Run):
     def adapters(self) -> lora.LoRA | None:
         if self.all_weights:
             return None
-        targets = tuple(target for target in lora.TARGETS if target in self.targets)
-        return lora.LoRA(self.rank, self.alpha, self.dropout, self.rslora, self.dora, targets)
+        settings = self.rank, self.alpha, self.dropout, self.rslora, self.dora
+        return lora.LoRA(*settings, self.targets)
 
     @property
     def answers_messages(self) -> bool:
@@ -219,12 +219,11 @@ def prepare(
     with torch.device("meta"):
         model = base["model"].build()
         if run.adapters:
-            layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
-            # A changed model.py may lack some of the targets.
-            targets = tuple(name for name in run.adapters.targets if name in layer_names)
+            asked = run.targets if "targets" in run.typed else ()
+            targets = lora.targets_in(model, asked)
             lora.add_adapters(model, replace(run.adapters, targets=targets), run.base_bits)
     for name in lora.adapters(model):
-        peft_name(name)  # raises for an adapter that PEFT's format cannot name
+        peft_name(name, model.config)  # raises for an adapter that PEFT's format cannot name
     exam = run.exam and Exam(run.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=run.skip_bad)
     train_set, val_set, examples, summary = script.open_data(run, tokenizer, reading)

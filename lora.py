@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from model import Llama, generator_for
+from model import Llama, LlamaConfig, generator_for
+from models.family import TARGETS, family_of
 from plumbing.devices import cast_by_autocast
 from plumbing.messages import UserError, with_progress
 from plumbing.shards import assign_shard, to_local
@@ -42,9 +43,6 @@ def with_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Te
     needs no x. addmm computes the thin product and adds it to y in one kernel. A row-major copy of
     Bᵀ makes backward a tenth faster."""
     return torch.addmm(y, x @ A.T, B.T.contiguous(), alpha=scale)
-
-
-TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,9 @@ class LoRALinear(nn.Linear):
         weight on `dim`. It is None for a parameter that is replicated.
 
         A has the weight's input features, the others have its output features."""
-        shards_outputs = dim == 0
-        dims = dict.fromkeys(self.PARAMETERS, 0 if shards_outputs else None)
+        dims = dict.fromkeys(self.PARAMETERS, 0 if dim == 0 else None)
         dims["weight"] = dim
-        dims["lora_A"] = None if shards_outputs else 1
+        dims["lora_A"] = 1 if dim == 1 else None
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
@@ -237,6 +234,22 @@ def merged_weight(
 # ------------------------------------------------------------------------ adapters of a model
 
 
+def all_matrices(config: LlamaConfig) -> tuple[str, ...]:
+    """Return the names of all matrices that an adapter, or a base in 4 bits, may change."""
+    return tuple({*TARGETS, *family_of(config).targets(config)})
+
+
+def targets_in(model: Llama, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return those of the matrices that can have an adapter which are `asked` for, by default all.
+    Raise UserError for a name that no such matrix of the model has."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    possible = [name for name in family_of(model.config).targets(model.config) if name in names]
+    unknown = [name for name in asked if name not in possible]
+    if unknown:
+        raise UserError(f"--targets {' '.join(unknown)}: choose among {', '.join(possible)}")
+    return tuple(name for name in possible if name in (asked or possible))
+
+
 def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
     """Freeze a model and put an adapter beside each target matrix. With base_bits = 4, all matrices
     of the blocks are stored in 4 bits, and those that are no target have no A and B. No values are
@@ -246,9 +259,10 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
     if lora.rank > model.config.dim:
         raise UserError(f"--rank {lora.rank} exceeds the model width: at most {model.config.dim}")
     model.requires_grad_(False)
+    replaced = all_matrices(model.config) if base_bits == 4 else lora.targets
     for name, layer in list(model.named_modules()):  # a list, since the loop replaces layers
         parent, _, attribute = name.rpartition(".")
-        if attribute not in (TARGETS if base_bits == 4 else lora.targets):
+        if attribute not in replaced:
             continue
         if not isinstance(layer, nn.Linear):
             remedy = f"leave {attribute} out of --targets"

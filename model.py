@@ -53,6 +53,10 @@ class LlamaConfig:
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
     normed_dim = 0  # features that a block normalizes beside the residual stream
+    attention_weights = 0  # in the matrices of a block's attention; 0: those of wq, wk, wv and wo
+    gathered_dims = ()  # widths of what attention takes of all tokens; (): x itself
+    dense_dim = 0  # width of the feed-forward in layers without experts, if others have them
+    may_be_zero = ()  # fields that count something of which a model may have none
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -154,7 +158,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
     # On a GPU kernels with a mask, or for float32, need a key/value head for each query head.
     if q.device.type != "cpu" and (mask is not None or q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -335,7 +339,7 @@ class Llama(nn.Module):
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
         cache. `documents` (text/batch.py) holds the same starts, for kernels that need no mask."""
-        if positions is None and (cache is not None or documents is not None):
+        if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
@@ -345,20 +349,23 @@ class Llama(nn.Module):
         elif documents and not cache and documents.have_kernel(dtype or x.dtype, E):
             mask = documents
         else:
-            seen = positions if cache is None else cache.add_positions(positions)
+            seen = cache.add_positions(positions) if cache else positions
             mask = document_mask(seen, queries=tokens.shape[1])
-        cos, sin = rope_angles(self.config, positions)
+        cos, sin = self.angles(positions)
 
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
             for block in self.layers.values():
                 x = block(x, cos, sin, mask, cache)
             if self.norm is None:  # a later stage of the pipeline has it
                 return x
-            x = self.norm(x if cache is None else x[:, -1:])
+            x = self.norm(x[:, -1:] if cache else x)
             if targets is None:
                 return self.output(x)
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
+
+    def angles(self, positions):
+        return rope_angles(self.config, positions)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:

@@ -316,10 +316,14 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "cp", "all-gather", m * L * (1 + again + references), kv
     yield "cp", "reduce-scatter", m * L, kv
 
-    x = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
+    feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
+    for width in c.gathered_dims or (c.dim,):
+        yield "tp", "all-gather", m * L * (1 + again + references), p.tp * feature * width
+        yield "tp", "reduce-scatter", m * L, p.tp * feature * width
+    x = feature * c.dim
     ends = has_embedding + has_output
-    gathers = 4 * L + 2 * L * again + ends + references * (2 * L + has_output)
-    scatters = 4 * L + L * p.repeats_attention + ends + references * (2 * L + has_embedding)
+    gathers = 3 * L + L * again + ends + references * (L + has_output)
+    scatters = 3 * L + L * p.repeats_attention + ends + references * (2 * L + has_embedding)
     yield "tp", "all-gather", m * gathers, p.tp * x
     yield "tp", "reduce-scatter", m * scatters, p.tp * x
     if has_output:  # the loss gathers each token's logsumexp and target logit

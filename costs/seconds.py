@@ -32,6 +32,7 @@ from typing import NamedTuple
 from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, is_of_muon, saved, sends
+from model import LlamaConfig
 from parallel import used_techniques
 from techniques.muon import flops_of_muon
 from techniques.pipeline import layers_of, part_of
@@ -60,9 +61,13 @@ def forward_flops(work: Work) -> Flops:
     c = work.model.config
     D = c.dim
     F = c.ffn_dim * c.ffn_uses
-    products = 2 * (2 * D * (c.q_dim + c.kv_dim) + 3 * D * F)
+    products = 2 * (weights_of_attention(c) + 3 * D * F)
     attention = 2 * (work.document or work.seq_len) * c.q_dim
     return Flops(products, attention)
+
+
+def weights_of_attention(c: LlamaConfig) -> int:
+    return c.attention_weights or 2 * c.dim * (c.q_dim + c.kv_dim)
 
 
 def recomputed_flops(work: Work) -> Flops:
@@ -82,7 +87,7 @@ def recomputed_flops(work: Work) -> Flops:
         return Flops(forward.products - of_matrix, 0)
     if checkpointing == "selective":
         of_ffn = 3 * of_matrix if several else of_matrix
-        return Flops(2 * D * (c.q_dim + c.kv_dim) + of_ffn, 0)
+        return Flops(weights_of_attention(c) + of_ffn, 0)  # half of attention's products
     if checkpointing == "products" and several:
         return Flops(3 * of_matrix, 0)
     return Flops(0, 0)

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from costs.shapes import flops_per_token  # noqa: E402
-from model import KVCache, LlamaConfig, rope_angles  # noqa: E402
+from model import KVCache, LlamaConfig  # noqa: E402
 from models.family import HERE, family_of, find_preset  # noqa: E402
 from perf.instruments import WithoutInit, build_on_meta  # noqa: E402
 from plumbing.messages import UserError  # noqa: E402
@@ -31,6 +31,7 @@ SHOWN = {  # a preset of each family in docs/models.md
     "qwen3": "qwen3-8b",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "deepseek_v3": "deepseek-v3",
 }
 
 
@@ -42,6 +43,7 @@ BLOCKS = {
     "qwen3": ("2025", "before each part", "q and k normed", "RoPE", "SwiGLU"),
     "mixtral": ("2024", "before each part", "grouped queries", "RoPE", "8 experts, 2 used"),
     "qwen3_moe": ("2025", "before each part", "q and k normed", "RoPE", "128 experts, 8 used"),
+    "deepseek_v3": ("2024", "before each part", "by latents", "YaRN", "256 experts, 8 used"),
 }
 
 
@@ -50,7 +52,7 @@ def cached_bytes(config: LlamaConfig) -> int:
     cache = KVCache()
     with FakeTensorMode(), WithoutInit(), torch.no_grad():
         model = config.build()
-        angles = rope_angles(config, torch.arange(3)[None])
+        angles = model.angles(torch.arange(3)[None])
         for block in model.layers.values():
             block.attention(torch.empty(1, 3, config.dim), *angles, None, cache)
     kept = [tensor for layer in cache.layers.values() for tensor in layer]

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from files.formats import HF_NAMES, check_weights, hf_name, to_hf_rows, to_meta_rows
+from files.formats import all_names, check_weights, hf_name, to_hf_rows, to_meta_rows
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
-from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
+from lora import LoRA, adapter_settings, adapters, add_adapters, all_matrices, merged_weight
 from model import Llama, LlamaConfig
+from models.family import family_of
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
 from techniques.nf4 import rounded
@@ -47,7 +48,7 @@ ACCEPTED = dict(
 )
 
 
-def peft_name(name: str) -> str:
+def peft_name(name: str, config: LlamaConfig) -> str:
     """Return PEFT's name of an adapter's parameter. Raise UserError where PEFT's files have none.
 
     layers.3.attention.wq.lora_A ->
@@ -55,7 +56,8 @@ def peft_name(name: str) -> str:
     matrix, kind = name.rsplit(".", 1)
     kind = "lora_magnitude_vector" if kind == "lora_magnitude" else f"{kind}.weight"
     try:
-        return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
+        in_file = hf_name(f"{matrix}.weight", all_names(config)).removesuffix("weight")
+        return f"base_model.model.{in_file}{kind}"
     except UserError as error:
         advice = f"leave {matrix.split('.')[-1]} out of --targets"
         raise UserError(f"{error}, so no file holds its adapter: {advice}")
@@ -75,9 +77,10 @@ def canonical_name(name: str) -> str:
     return ".".join(parts).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _peft_target(target: str) -> str:
+def _peft_target(target: str, config: LlamaConfig) -> str:
     """Return PEFT's name of a target: wq -> q_proj."""
-    return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]
+    names = all_names(config).items()
+    return next(hf for ours, hf in names if ours.endswith(f".{target}")).split(".")[-1]
 
 
 # ----------------------------------------------------------------------------------------- saving
@@ -111,7 +114,7 @@ def save_adapter(
     """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
     stored = {}
     for name, factor in factors.items():
-        stored[peft_name(name)] = StoredTensor.of(to_hf_rows(name, config, factor))
+        stored[peft_name(name, config)] = StoredTensor.of(to_hf_rows(name, config, factor))
     save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
     content = {
         "peft_type": "LORA",
@@ -122,7 +125,7 @@ def save_adapter(
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "target_modules": [_peft_target(target) for target in lora.targets],
+        "target_modules": [_peft_target(target, config) for target in lora.targets],
         "bias": "none",
         "inference_mode": True,
     }
@@ -168,7 +171,8 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
         if is_factor:
             adapted.add(matrix)
     in_file = {matrix.split(".")[-1] for matrix in adapted}  # q_proj, k_proj, ...
-    targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
+    possible = family_of(config).targets(config)
+    targets = {_peft_target(target, config): target for target in possible}  # q_proj -> wq
     listed = content.get("target_modules")
     for name in listed if isinstance(listed, list) else []:
         matrix = str(name).split(".")[-1]
@@ -189,14 +193,15 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
     # A matrix without factors is not adapted: they are zero. But DoRA's magnitudes would not be.
     for name, shape in shapes.items():
-        if peft_name(name).partition(".lora_")[0] not in adapted:
+        if peft_name(name, config).partition(".lora_")[0] not in adapted:
             if lora.dora:
                 raise UserError(f"{file} has no {name}: here DoRA is on all layers")
-            found[peft_name(name)] = StoredTensor.of(torch.zeros(shape))
-    check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
+            found[peft_name(name, config)] = StoredTensor.of(torch.zeros(shape))
+    named = {name: peft_name(name, config) for name in shapes}
+    check_weights(found, {named[name]: shape for name, shape in shapes.items()}, file)
     factors = {}
     for name in shapes:
-        factors[name] = found[peft_name(name)].map(partial(to_meta_rows, name, config))
+        factors[name] = found[named[name]].map(partial(to_meta_rows, name, config))
     return lora, factors
 
 
@@ -224,7 +229,7 @@ def load_adapter(model: Llama, directory: str | Path) -> None:
     if adapter_settings(model) != lora:
         if bits_of_base(Path(directory)) == 4:
             for name, layer in model.named_modules():
-                if name.endswith(TARGETS):
+                if name.endswith(all_matrices(model.config)):
                     layer.weight.copy_(rounded(layer.weight))
         add_adapters(model, lora)
     for name, factor in adapters(model).items():
@@ -249,10 +254,11 @@ def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weig
             base = merged_weight(base, lora.scale, *factors)
         return base.to(weight.dtype)
 
+    matrices = all_matrices(config)
     merged = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(TARGETS):
+        if layer.endswith(matrices):
             weight = weight.map(partial(merge, layer))
         merged[name] = weight
     return merged

@@ -137,6 +137,7 @@ def save_hf(
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    content |= family.published.write(config)
     for key in family.published.absent:
         del content[key]
     (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")

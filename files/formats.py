@@ -49,16 +49,26 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
     """Return Hugging Face's name of a weight or a bias.
 
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
-    match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(weight|bias)", name)
-    if not match or match[2] not in names:
+    match = re.fullmatch(r"(layers\.\d+\.|)((.+)\.(weight|bias))", name)
+    if match and match[2] in names:
+        found = names[match[2]]
+    elif match and match[3] in names:
+        found = f"{names[match[3]]}.{match[4]}"
+    else:
         raise UserError(f"a published Llama has no parameter like {name} of model.py")
-    return f"{'model.' if match[1] else ''}{match[1]}{names[match[2]]}.{match[3]}"
+    return f"model.{match[1]}{found}" if match[1] else found
+
+
+def all_names(config: LlamaConfig) -> dict[str, str]:
+    """Return Hugging Face's names of a model's modules; of one that nobody else knows, Llama's."""
+    published = family_of(config).published
+    return HF_NAMES | published.names if published else HF_NAMES
 
 
 def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
     """Return Hugging Face's name of a parameter; of stacked matrices, the name of each."""
-    family = published.family_for_others(config)
-    found = hf_name(name, HF_NAMES | family.published.names)
+    published.family_for_others(config)  # raises for what nobody else knows
+    found = hf_name(name, all_names(config))
     if "{}" not in found:
         return [found]
     return [found.format(i) for i in range(shape[0])]
@@ -127,7 +137,8 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
         own = getattr(default, name, None)
         like = own if isinstance(own, int | float | str) else value
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-        fields[name] = file.checked(name, value, type(like), limit)
+        above = -1 if name in kind.may_be_zero else 0
+        fields[name] = file.checked(name, value, type(like), limit, above)
     try:
         config = kind(**fields)
         if config.dim * (config.q_dim + config.ffn_dim + config.vocab_size) >= 2**50:
@@ -170,28 +181,33 @@ def hf_config(directory: Path) -> LlamaConfig:
     Raises UserError for models other than Llama, and for variants that model.py does not have."""
     path = directory / "config.json"
     content = JsonFile(path)
-    if content.get("num_key_value_heads", 0) is None:
-        content["num_key_value_heads"] = content.get("num_attention_heads")
-    for key in [key for key, value in content.items() if value is None]:
-        del content[key]  # any other null is a missing field
-    # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
-    # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path} is damaged: its RoPE is {rope}")
     kind = content.checked("model_type", content["model_type"], str)
     known = {name: family for name, family in families().items() if family.published}
     if kind not in known:
         raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
     family = known[kind]
     others = family.published
+    nulls = {"num_key_value_heads": content.get("num_attention_heads")} | others.nulls
+    for key in [key for key, value in content.items() if value is None]:
+        del content[key]  # any other null is a missing field
+        if key in nulls:
+            content[key] = nulls[key]
+    # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
+    # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path} is damaged: its RoPE is {rope}")
     fields = HF_FIELDS | others.fields
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
-    supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    scaling = others.scaling or SUPPORTED_SCALING
+    scaled = scaling["rope_type"]
+    if rope_type not in ("default", scaled):
+        raise UserError(
+            f"{path} has RoPE of type '{rope_type}': only default and {scaled} work here"
+        )
+    supported = SUPPORTED | (scaling if rope_type == scaled else {})
     supported |= others.supported
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": content["num_attention_heads"]}
     defaults |= SUPPORTED | others.defaults
@@ -208,7 +224,7 @@ def hf_config(directory: Path) -> LlamaConfig:
     values = {name: content[key] for name, key in fields.items()}
     if "head_dim" in content:
         values["head_dim"] = content["head_dim"]
-    if rope_type == "llama3":
+    if rope_type == scaled:
         values["rope_scaling"] = rope.get("factor")
     return checked_config(content, family.config, **values | others.read(content))
 
@@ -222,12 +238,15 @@ def note(text: str) -> None:
 def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory that transformers' save_pretrained has written."""
     config = hf_config(directory)
+    ignored = published.family_for_others(config).published.ignored
     found: Weights = {}
     for path in hf_files(directory):
         for name, tensor in open_safetensors(path).items():
             if name in found:
                 raise UserError(f"{directory} has {name} in two files")
-            if not name.endswith("rotary_emb.inv_freq"):
+            if what := ignored(name, config):
+                note(f"{directory} also has {what}, which is not read")
+            elif not name.endswith("rotary_emb.inv_freq"):
                 found[name] = tensor
     if config.tie_embeddings and "lm_head.weight" in found:
         output = found.pop("lm_head.weight")

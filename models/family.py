@@ -23,7 +23,9 @@ from typing import Any
 from model import LlamaConfig
 from plumbing.messages import UserError
 
-HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"  # the files of this folder with a MODEL
+# The files of this folder with a MODEL.
+HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"
+TARGETS = "wq", "wk", "wv", "wo", "w1", "w2", "w3"  # a Llama's matrices that can have an adapter
 # All that a real model has matters in this small one: grouped queries, the epsilon, and each range
 # of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
@@ -36,8 +38,8 @@ class Published:
     they are said to be the configuration's."""
 
     logits: tuple[float, ...]  # of the small model, as transformers computes them
-    # Module -> its name in Hugging Face's files, beside formats.HF_NAMES. {} is the number of an
-    # expert, each of which has a matrix of its own there.
+    # Module, or parameter -> its name in Hugging Face's files, beside formats.HF_NAMES. {} is the
+    # number of an expert, each of which has a matrix of its own there.
     names: dict[str, str] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)  # the configuration's -> theirs
     defaults: dict[str, Any] = field(
@@ -46,7 +48,12 @@ class Published:
     renamed: dict[str, str] = field(default_factory=dict)  # a field -> its other name
     supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
+    nulls: dict[str, Any] = field(default_factory=dict)  # what null means: else, a missing field
+    scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
+    write: Callable = lambda config: {}  # configuration -> more fields of a config.json
+    # (name in a file, configuration) -> of what it is a part that this model has not, or ""
+    ignored: Callable = lambda name, config: ""
     # Configuration -> norms whose weights RoPE pairs like rows of wq, with their number of heads.
     paired: Callable = lambda config: {}
     unpublished: Callable = lambda config: ""  # why nobody else knows such a configuration, or ""
@@ -66,6 +73,8 @@ class Family:
     # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
     # since styles import torch.distributed, which a model alone does not need.
     plan: Callable = dict
+    # Configuration -> names of the matrices that can have an adapter (lora.py).
+    targets: Callable = lambda config: TARGETS
     published: Published | None = None  # None: no other program knows the model
     digest: str = ""  # of a student's file
 

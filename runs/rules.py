@@ -27,7 +27,7 @@ def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
     `initial` is what read_config returned for --init, None without it."""
     found = initial and initial["model"]
     wanted = find_preset(run.model or "tiny") if run.model or not found else found
-    given = {name: value for name, value in vars(run.sizes).items() if value}
+    given = {name: value for name, value in vars(run.sizes).items() if value is not None}
     if given.keys() & {"dim", "n_heads"}:
         given["head_dim"] = 0  # follows them
     if found:

@@ -35,12 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from model import Llama
 from plumbing.shards import shard_parameters
-from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens
+from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens, local_operand
 from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -167,16 +167,6 @@ def with_tokens(x: Tensor, n: int) -> Tensor:
     """Return x [B, T, D] with n tokens, by cutting off or by appending zeros: all chunks have the
     same length, although the last ranks may have fewer tokens."""
     return x if x.shape[1] == n else F.pad(x, (0, 0, 0, n - x.shape[1]))
-
-
-def local_operand(operand):
-    """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
-    LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
-    if not isinstance(operand, DTensor):
-        return operand
-    if operand.placements[0].is_replicate():
-        return operand.to_local(grad_placements=[Partial()])
-    return operand.to_local()
 
 
 # ------------------------------------------------------------------------------ styles for the PLAN

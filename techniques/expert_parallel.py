@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import STRATEGIES, ParallelConfig
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
-from techniques.experts import Experts, GroupedLinear, Router, on_host
+from techniques.experts import Experts, GroupedLinear, Router, experts_of, on_host
+from techniques.parallel_layers import local_operand
 from techniques.technique import Technique
 
 
@@ -126,13 +126,8 @@ class OfMixture(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.weight_dim is None:
             shard_parameters(module, mesh, None)
-            module.own = summed_over_tp
+            module.own = local_operand
         return module
-
-
-def summed_over_tp(p: Tensor | None) -> Tensor | None:
-    """Return a replicated parameter, of whose gradient each rank along tp has a part."""
-    return p if p is None else p.to_local(grad_placements=[Partial()])
 
 
 PLAN = {
@@ -169,14 +164,15 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     config = work.model.config
     tp = work.parallel.tp
     again = work.parallel.recomputes  # forward is computed twice
-    blocks = work.microbatches * len(model.layers)
+    mixtures = sum(len(experts_of(block)) for block in model.layers.values())
+    calls = work.microbatches * mixtures
     row = config.dim * work.parallel.weight_bytes  # bytes
     rows = work.tokens / tp * config.top_k
-    yield "ep", "all-to-all", blocks * (4 + 2 * again), rows * row
-    yield "ep", "all-to-all", blocks * (1 + again), 8 * config.n_experts
+    yield "ep", "all-to-all", calls * (4 + 2 * again), rows * row
+    yield "ep", "all-to-all", calls * (1 + again), 8 * config.n_experts
     tokens = work.microbatch * ceil(work.length / tp) * tp
-    yield "tp", "all-gather", -blocks * (2 + again), tokens * row
-    yield "tp", "reduce-scatter", -blocks * 2, tokens * row
+    yield "tp", "all-gather", -calls * (2 + again), tokens * row
+    yield "tp", "reduce-scatter", -calls * 2, tokens * row
 
 
 TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)

@@ -57,15 +57,19 @@ class Router(nn.Linear):
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.to(dtype), weight.to(dtype))  # [N, X]
-        # The bias is added to probabilities: scores grow without limit, and would outrun it.
-        ranking = scores if bias is None else scores.softmax(1) + bias.to(dtype)
-        experts = ranking.detach().topk(self.top_k).indices  # [N, K]
+        experts, weights = self.choose(scores, bias)
         numbers = torch.arange(scores.shape[1], device=x.device)  # of the experts
         counts = (experts.view(-1, 1) == numbers).sum(0)
-        weights = scores.gather(1, experts).softmax(1)
         if bias is not None:
             weights = ExcessAsGradient.apply(weights, bias, counts)
         return experts, weights, counts
+
+    def choose(self, scores, bias):
+        """scores [N, X], bias [X] or None -> experts [N, K], weights [N, K]"""
+        # The bias is added to probabilities: scores grow without limit, and would outrun it.
+        ranking = scores if bias is None else scores.softmax(1) + bias.to(scores.dtype)
+        experts = ranking.detach().topk(self.top_k).indices
+        return experts, scores.gather(1, experts).softmax(1)
 
 
 EXCESS_SCALE = 2.0**-10  # so small that the norm of all gradients stays. AdamW divides by it again

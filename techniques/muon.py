@@ -43,7 +43,7 @@ from torch.optim.adamw import adamw
 
 from model import Llama
 from plumbing.shards import dims_of, matrices_of, shard_of, sharded_over, to_local
-from techniques.parallel_layers import writes_to_stream
+from techniques.parallel_layers import sharded_dim
 from techniques.technique import Technique
 
 MOMENTUM = 0.95
@@ -266,8 +266,7 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[BlockMatrix]]:
         if parameter.ndim == 3:
             continue
         path, _, own_name = name.rpartition(".")
-        weight_dim = 1 if writes_to_stream(block, path) else 0
-        dim = dims_of(block.get_submodule(path), weight_dim)[own_name]
+        dim = dims_of(block.get_submodule(path), sharded_dim(block, path))[own_name]
         own_shape = list(parameter.shape)
         if dim is not None:
             own_shape[dim] = math.ceil(own_shape[dim] / parallel.tp)

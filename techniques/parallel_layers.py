@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
@@ -26,11 +27,12 @@ from techniques.technique import Technique
 def refuses(work) -> str:
     """Return why tensor parallelism cannot shard a step evenly, in a line, or ""."""
     config, parallel = work.model.config, work.parallel
-    shareable = math.gcd(config.n_kv_heads, config.ffn_dim)
+    shareable = math.gcd(config.n_kv_heads, config.ffn_dim, config.dense_dim)
     if shareable % parallel.tp:
+        widths = " and ".join(str(width) for width in (config.ffn_dim, config.dense_dim) if width)
         return (
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
-            f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
+            f"feed-forward width of {widths} evenly: --tp must divide {shareable}"
         )
     if work.length % parallel.tp and torch.__version__ < "2.13":  # as versions
         shares = work.seq_len // work.length  # of which each rank has two chunks
@@ -59,6 +61,15 @@ def writes_to_stream(model: nn.Module, name: str) -> bool:
     return attribute in getattr(model.get_submodule(parent), "writes_to_stream", ())
 
 
+def sharded_dim(model: nn.Module, name: str) -> int | None:
+    """Return the dimension of a linear layer's weight that tensor parallelism shards, as its parent
+    says; None for a layer that multiplies a rank's tokens alone."""
+    parent, _, attribute = name.rpartition(".")
+    if attribute in getattr(model.get_submodule(parent), "token_layers", ()):
+        return None
+    return 1 if writes_to_stream(model, name) else 0
+
+
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
     """Shard a layer's parameters, and let it multiply by its shards. Replaces a private method of
     torch's styles, which would shard the weight and the bias alone."""
@@ -77,6 +88,16 @@ def product_of_shards(product: Callable, placements: list, mesh: DeviceMesh) -> 
     inputs = x, *placements
     gradients = tuple([Partial()] if p and p[0].is_replicate() else p for p in inputs)
     return local_map(product, y, inputs, gradients, mesh)
+
+
+def local_operand(operand):
+    """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
+    LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
+    if not isinstance(operand, DTensor):
+        return operand
+    if operand.placements[0].is_replicate():
+        return operand.to_local(grad_placements=[Partial()])
+    return operand.to_local()
 
 
 class ColumnParallel(ColwiseParallel):
@@ -106,17 +127,71 @@ class GatherTokens(ParallelStyle):
             whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
             return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
 
-        def gather(module: nn.Module, inputs: tuple) -> tuple:
-            x, *others = inputs
-            x = x.redistribute(placements=[REPLICATED])
-            if x.shape[1] % mesh.size():  # as of a prompt: x is not contiguous, and the matrix
-                x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
-            return x, *others
-
         if getattr(module, "by_token", False):
             module.forward = on_shards
         else:
             module.register_forward_pre_hook(gather)
+        return module
+
+
+def gather(module: nn.Module, inputs: tuple) -> tuple:
+    """All-gather the tokens of x, the first input of a module: a hook before its forward."""
+    x, *others = inputs
+    n = x.device_mesh.size()
+    x = x.redistribute(placements=[REPLICATED])
+    if x.shape[1] % n:  # as of a prompt: x is not contiguous, and the matrix
+        x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
+    return x, *others
+
+
+class GatheredColumns(ParallelStyle):
+    """COLUMNS for a layer whose input is sharded by tokens, which it gathers itself. (torch's style
+    would gather, too, but views of what it gathers lose gradients: LoRA takes one.)"""
+
+    weight_dim = 0
+
+    def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        layer.register_forward_pre_hook(gather)
+        return COLUMNS._apply(layer, mesh)
+
+
+class OwnTokens(ParallelStyle):
+    """Replicate the matrix of a linear layer; each rank multiplies its tokens alone. x [B, T, in]
+    is sharded by tokens, or a plain tensor of this rank's tokens; so is what is returned."""
+
+    weight_dim = None
+
+    def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        shard_parameters(layer, mesh, self.weight_dim)
+        product = getattr(layer, "product", F.linear)
+
+        def on_local_tokens(x, *operands):
+            parts = [local_operand(operand) for operand in operands]
+            y = product(to_local(x), *parts)
+            if not isinstance(x, DTensor):
+                return y
+            B, T, _ = x.shape
+            out = y.shape[2]
+            whole = dict(shape=torch.Size((B, T, out)), stride=(T * out, out, 1))
+            return DTensor.from_local(y, mesh, x.placements, run_check=False, **whole)
+
+        if hasattr(layer, "product"):
+            layer.product = on_local_tokens
+        else:
+            layer.forward = lambda x: on_local_tokens(x, layer.weight, layer.bias)
+        return layer
+
+
+class GatherFeatures(ParallelStyle):
+    """For a module that is given a rank's tokens, and whose layers gather what they need of others:
+    let its `all_tokens` all-gather features that each rank needs whole."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def all_tokens(features: DTensor) -> Tensor:
+            whole = features.redistribute(placements=[REPLICATED])
+            return whole.to_local(grad_placements=[Partial()])
+
+        module.all_tokens = all_tokens
         return module
 
 

@@ -17,6 +17,7 @@ or methods, tell them what they have to know. Each may be left out:
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay and Muon are for these
     initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
+    token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss
@@ -33,7 +34,8 @@ What is set on objects of others, by one file for another:
     model.loss        chunked_loss.py computes it in chunks
     model.vocabulary  parallel.py makes it that of a shard
     module.forward    replaced by what recomputes, compiles, sends or computes by stages
-    layer.product     replaced by that of shards, or of chunks of the tokens
+    layer.product     replaced by that of shards, of chunks of the tokens, or of a rank's tokens
+    module.all_tokens  parallel_layers.py: all-gathers features of a rank's tokens
     layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
     layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates

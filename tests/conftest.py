@@ -65,13 +65,15 @@ def hugging_face_model(config, kind: str = "", **more):
 
     from models.family import family_of
 
+    published = family_of(config).published
     kind = kind or family_of(config).name.title().replace("_", "")
+    written = published.write(config)
     if config.n_experts:
-        more |= dict(num_local_experts=config.n_experts, num_experts_per_tok=config.top_k)
-        more |= dict(moe_intermediate_size=config.ffn_dim, norm_topk_prob=True)
-        more |= dict(experts_implementation="eager")  # others have no float64
+        more |= dict(norm_topk_prob=True, experts_implementation="eager")  # others have no float64
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling != 1:
+    if "rope_scaling" in written:
+        rope |= written.pop("rope_scaling")
+    elif config.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)
         rope |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
     sizes = dict(hidden_size=config.dim, intermediate_size=config.ffn_dim, rope_parameters=rope)
@@ -79,6 +81,11 @@ def hugging_face_model(config, kind: str = "", **more):
     sizes |= dict(num_key_value_heads=config.n_kv_heads, vocab_size=config.vocab_size)
     sizes |= dict(max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps)
     sizes |= dict(tie_word_embeddings=config.tie_embeddings, head_dim=config.head_dim)
+    for ours, theirs in published.fields.items():
+        sizes[theirs] = getattr(config, ours)
+    sizes |= written
+    for name in published.absent:
+        sizes.pop(name, None)
     described = getattr(transformers, f"{kind}Config")(**sizes, **more)
     return getattr(transformers, f"{kind}ForCausalLM")(described)
 

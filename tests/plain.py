@@ -195,17 +195,25 @@ def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
         router = mixture.router
         experts = mixture.experts
         scores = F.linear(x, router.weight)
+        has_groups = hasattr(router, "groups")
+        p = scores.sigmoid() if has_groups else scores.softmax(-1)
         ranking = scores
         if router.bias is not None:
-            ranking = scores.softmax(-1) + router.bias
+            ranking = p + router.bias
+        if has_groups:
+            ranking = within_best_groups(ranking, *router.groups)
         chosen = ranking.topk(router.top_k).indices
         used = torch.zeros_like(scores, dtype=torch.bool)
         used.scatter_(-1, chosen, True)
         counts = used.sum((0, 1))
         above_mean = len(counts) * counts - counts.sum()
         excess[f"{name}.router.bias"] = above_mean.double() / 1024
-        weights = scores.masked_fill(~used, -torch.inf).softmax(-1)
+        weights = torch.where(used, p, 0)
+        weights = weights / weights.sum(-1, keepdim=True)
         y = 0
+        if has_groups:
+            weights = weights * router.routed_scale
+            y = mixture.shared(x)
         for i in range(len(counts)):
             gate = F.silu(F.linear(x, experts.w1.weight[i]))
             up = F.linear(x, experts.w3.weight[i])
@@ -217,6 +225,15 @@ def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
         if isinstance(module, MixtureOfExperts):
             module.forward = functools.partial(dense, name, module)
     return excess
+
+
+def within_best_groups(ranking: torch.Tensor, n_groups: int, best: int) -> torch.Tensor:
+    """Return a ranking in which only experts of the best groups are above -inf: of those whose two
+    best experts have the largest sums."""
+    groups = ranking.unflatten(-1, (n_groups, -1))
+    sums = groups.sort(-1).values[..., -2:].sum(-1, keepdim=True)
+    least = sums.sort(-2).values[..., -best, None, :]
+    return groups.masked_fill(sums < least, -torch.inf).flatten(-2)
 
 
 def effective_weights(model: Llama, lora: dict | None, with_adapters: bool = True) -> dict:

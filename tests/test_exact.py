@@ -32,6 +32,8 @@ ADAPTERS = {
     "w1 w3": dict(rank=4, alpha=64, rslora=True, targets=["w1", "w3"]),
     "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
+    "latents": dict(rank=2, alpha=4, targets=["wq_a", "wkv_a", "wkv_b", "wo"]),
+    "latents, dora": dict(rank=2, alpha=4, dora=True, targets=["wq_b", "wkv_a"]),
 }
 FAMILIES = {
     "llama": {},
@@ -40,7 +42,12 @@ FAMILIES = {
     "mixtral": dict(family="mixtral"),
     # Ranks divide its experts unevenly.
     "qwen3_moe": dict(family="qwen3_moe", n_experts=6, top_k=3, balance="none"),
-}
+    "deepseek_v3": dict(
+        family="deepseek_v3", n_experts=8, top_k=3, head_dim=16, rope_dim=4, value_dim=10,
+        q_rank=22, kv_rank=14, dense_dim=44, rope_original=8,
+    ),
+}  # fmt: skip
+EXPERTS = "mixtral", "qwen3_moe", "deepseek_v3"
 # Fields that are not drawn: sizes that follow from others, and the dtype.
 NOT_DRAWN = "shard", "stages_per_rank", "dtype"
 
@@ -84,7 +91,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     cp = drawn["cp"]
     microbatch = drawn["microbatch"]
     family = FAMILIES[drawn["family"]]
-    has_experts = drawn["family"] in ("mixtral", "qwen3_moe")
+    has_experts = drawn["family"] in EXPERTS
     has_float8 = drawn["float8"] != "none"
     parallel = exact.parallel_config(ranks, bool(lora), **options)
     data_ranks = parallel.replicate * parallel.shard
@@ -93,7 +100,9 @@ def make_case(ranks: int, drawn: dict) -> dict:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
         raise UserError("without adapters, 4 bits have no effect")
-    if has_experts and lora and drawn["adapters"] != "wq wo":
+    if lora and drawn["adapters"].startswith("latents") != (drawn["family"] == "deepseek_v3"):
+        raise UserError("other families have other matrices")
+    if has_experts and lora and drawn["adapters"] not in ("wq wo", "latents", "latents, dora"):
         raise UserError("experts have no adapters")
     if has_experts and bits == 4:
         raise UserError("experts are not stored in 4 bits")
@@ -193,9 +202,15 @@ EP_4 = [
     EP | dict(pp=2, reshard="none"),
     EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon"),
 ]
+LATENTS = EP | dict(family="deepseek_v3", tp=2)
+LATENTS_2 = [
+    LATENTS | dict(microbatch=1, adapters="latents", checkpointing="selective"),
+    LATENTS | dict(optimizer="muon", packed=True, rope_scaling=8.0, generate=True),
+]
+LATENTS_4 = [LATENTS | dict(cp=2, ep=4, checkpointing="full", microbatch=4), LATENTS | dict(pp=2)]
 QUICK = named(1, DRAWN[1])
-QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2])
-QUICK |= named(4, [*DRAWN[4], TIED, *EP_4])
+QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2, *LATENTS_2])
+QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, *LATENTS_4])
 WIDE = ODD | dict(dim=240, ffn_dim=1400)
 QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)
 for ranks in (1, 2):

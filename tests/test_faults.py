@@ -26,7 +26,11 @@ FAULTS = {
         ("hidden.redistribute(placements=[Replicate()])", "hidden"),
         ("return lse.logsumexp(0) - target_logit", "return lse.amax(0) - target_logit"),
     ],
-    "parallel_layers": [("Shard(1)  # placements", "Shard(2)  # placements")],
+    "parallel_layers": [
+        ("Shard(1)  # placements", "Shard(2)  # placements"),
+        ("operand.to_local(grad_placements=[Partial()])", "operand.to_local()"),
+        ("whole.to_local(grad_placements=[Partial()])", "whole.to_local()"),
+    ],
     "context_parallel": [
         ("own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
         ("*second.flip(0).unbind(0)", "*second.unbind(0)"),
@@ -42,7 +46,6 @@ FAULTS = {
         ("[order.argsort()]", "[order]"),
         ("gradient * parallel.tp / parallel.ep", "gradient"),
         ("AllToAll.apply(out, received", "AllToAll.apply(out.detach(), received"),
-        ("p.to_local(grad_placements=[Partial()])", "p.to_local()"),
     ],
     "zero1": [
         ("gradient / self.mesh.size()", "gradient"),
@@ -60,7 +63,6 @@ FAULTS = {
         ("ring.rank - 1 - step", "ring.rank - step"),
         ("return ctx.ring.send(grad, -1), None", "return ctx.ring.send(grad, 1) * 0, None"),
         ("total = own + arrived", "total = own"),
-        ("operand.to_local(grad_placements=[Partial()])", "operand.to_local()"),
     ],
     "muon": [
         ("max(parameter.shape[-2:])", "max(update.shape[-2:])"),

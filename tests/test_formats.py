@@ -23,6 +23,7 @@ from files.loading import load_pretrained
 from files.safetensors import StoredTensor
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
+from models.family import family_of
 from plumbing.messages import UserError
 from text.bpe import train_tokenizer
 from text.targets import encode_prompt
@@ -38,6 +39,11 @@ QWEN2 = like(PLAIN, "qwen2", norm_eps=1e-6, rope_theta=1e6)
 QWEN3 = like(PLAIN, "qwen3", head_dim=16, norm_eps=1e-6, rope_theta=1e6)
 MIXTRAL = like(PLAIN, "mixtral", n_experts=5, balance="none", rope_theta=1e6)
 QWEN3_MOE = like(QWEN3, "qwen3_moe", n_experts=8, top_k=3, balance="none")
+DEEPSEEK = like(
+    PLAIN, "deepseek_v3", n_kv_heads=6, head_dim=24, n_experts=8, top_k=3, dense_dim=80, q_rank=32,
+    kv_rank=20, rope_dim=8, value_dim=18, rope_theta=1e4, norm_eps=1e-6,
+)  # fmt: skip
+DEEPSEEK_LONG = replace(DEEPSEEK, q_rank=0, n_dense=0, rope_scaling=40.0, rope_mscale=0.7)
 
 
 def transformers_model(config: LlamaConfig):
@@ -46,6 +52,9 @@ def transformers_model(config: LlamaConfig):
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight", "bias")):  # so that their order matters
             torch.nn.init.uniform_(parameter, 0.5, 2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.uniform_(buffer, 0, 0.5)
     return model
 
 
@@ -91,7 +100,7 @@ def logits_agree(model: Llama, reference) -> None:
 
 @pytest.mark.parametrize(
     "config, file_bytes",
-    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE)]
+    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, DEEPSEEK_LONG)]
     + [(c, 30_000) for c in (SCALED, SMALL, QWEN2)],
 )
 def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
@@ -122,17 +131,20 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
         rope = content.pop("rope_parameters")
         content["rope_theta"] = rope.pop("rope_theta")
         rope[type_key] = rope.pop("rope_type")
-        content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
+        content["rope_scaling"] = rope if rope[type_key] != "default" else None
         content["torch_dtype"] = content.pop("dtype")
         (theirs / "config.json").write_text(json.dumps(content))
         assert formats.hf_config(theirs) == config
+
+
+CONFIGS = PLAIN, SCALED, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, DEEPSEEK_LONG
 
 
 def without(fields: dict, name: str) -> dict:
     return {key: value for key, value in fields.items() if key != name}
 
 
-@pytest.mark.parametrize("config", [PLAIN, SCALED, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
     """Each field of config.json is left out in turn, or null: as transformers 5 writes it, and with
     fields for RoPE as transformers 4 did."""
@@ -140,7 +152,9 @@ def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
     transformers_model(config).save_pretrained(tmp_path)
     new = json.loads((tmp_path / "config.json").read_text())
     rope = new["rope_parameters"]
-    old = without(new, "rope_parameters") | {"rope_theta": 3e4, "head_dim": config.head_dim}
+    old = without(new, "rope_parameters") | {"rope_theta": 3e4}
+    if "head_dim" not in family_of(config).published.absent:
+        old["head_dim"] = config.head_dim
     if config.rope_scaling != 1:
         old["rope_scaling"] = without(rope, "rope_theta")
     changed = [old | {key: None} for key in old]
@@ -393,7 +407,7 @@ MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per
 
 
 UNFIT = [
-    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe work here"),
+    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3"),
     (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
     (HF, dict(attention_bias=True), "has attention_bias True"),
     (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),

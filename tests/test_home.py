@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from conftest import ROOT
 from test_chat import assistant, user
-from test_formats import MIXTRAL, PLAIN, QWEN2, QWEN3, QWEN3_MOE, our_model, saved
+from test_formats import DEEPSEEK, MIXTRAL, PLAIN, QWEN2, QWEN3, QWEN3_MOE, our_model, saved
 from test_published import llama_3_kind, with_a_word, write
 
 from checkpoint import export_weights
@@ -101,6 +101,7 @@ MODELS = {  # a row of the table: configurations, and tokenizers
     "fine-tuned Llama 3 with added tokens": ([PLAIN], [added]),
     "Qwen2, Qwen2.5, Qwen3": ([QWEN2, QWEN3], [partial(kind, "qwen3")]),
     "Mixtral, Qwen3 with experts": ([MIXTRAL, QWEN3_MOE], [partial(kind, "yi")]),
+    "DeepSeek V3, in bfloat16": ([DEEPSEEK], [partial(kind, "yi")]),
     "SmolLM2, TinyLlama, Llama 2, Yi":
         ([PLAIN], [partial(kind, name) for name in ("smollm2", "tinyllama", "yi")]),
 }  # fmt: skip

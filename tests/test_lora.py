@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,25 @@ from torch import nn
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
 from files.export import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
-from lora import LoRA, LoRALinear, adapters, add_adapters, init_adapters, merged_weight
+from lora import (
+    LoRA,
+    LoRALinear,
+    adapters,
+    add_adapters,
+    init_adapters,
+    merged_weight,
+    targets_in,
+)
 from model import Llama, LlamaConfig
 from plumbing.messages import UserError
 from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
 QWEN2 = like(CONFIG, "qwen2", rope_scaling=1.0)
+DEEPSEEK = like(
+    QWEN2, "deepseek_v3", n_kv_heads=4, head_dim=12, n_experts=8, top_k=3, dense_dim=40, q_rank=20,
+    kv_rank=16, rope_dim=4, value_dim=10,
+)  # fmt: skip
 SEEDED = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=SEEDED)
 
@@ -199,11 +212,13 @@ def logits_agree(ours: Llama, theirs, base) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN2, DEEPSEEK], ids=["llama", "qwen2", "deepseek_v3"])
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
     peft = pytest.importorskip("peft")
     lora = KINDS[kind]
+    if config is DEEPSEEK:
+        lora = replace(lora, targets=targets_in(config.build()))
     model = adapted(config, lora, torch.float32)
     plain = config.build()
     without = {name: p for name, p in model.state_dict().items() if "lora" not in name}

@@ -17,8 +17,9 @@ from config import ParallelConfig
 from files.adapters import load_adapter
 from files.loading import load_pretrained
 from generate import load_model
-from lora import TARGETS, LoRA, LoRALinear, quantize_base
+from lora import LoRA, LoRALinear, quantize_base
 from model import Llama, LlamaConfig
+from models.family import TARGETS
 from perf.instruments import Live, build_on_meta
 from techniques import nf4
 from techniques.nf4 import BLOCK, dequantized, quantized, refuses, rounded

@@ -118,6 +118,10 @@ def test_steps_are_as_they_were_counted(i, monkeypatch):
     assert count(*work_of(ROWS[i]["step"]), monkeypatch) == ROWS[i]["counted"]
 
 
+DEEPSEEK = like(
+    WIDE, "deepseek_v3", ffn_dim=192, n_experts=8, top_k=3, q_rank=192, kv_rank=128, head_dim=96,
+    rope_dim=32, value_dim=64,
+)  # fmt: skip
 TIED_4 = replace(CHUNKY, n_layers=4, tie_embeddings=True)
 UNEVEN = replace(CHUNKY, n_layers=4, vocab_size=516)
 EXACT = {  # a model, and how it is split
@@ -140,6 +144,8 @@ EXACT = {  # a model, and how it is split
     "FSDP x TP, biases": (like(WIDE, "qwen2"), dict(dp="fsdp", shard=3, tp=2)),
     "EP": (like(WIDE, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
     "EP x TP": (like(WIDE, "mixtral", n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
+    "EP, latents": (DEEPSEEK, dict(dp="hsdp", replicate=2, shard=4, ep=2)),
+    "EP x TP x CP, latents": (DEEPSEEK, dict(dp="fsdp", shard=2, tp=2, cp=2, ep=4)),
 }
 
 

@@ -40,6 +40,7 @@ PART_OF = {
     "techniques.expert_parallel": "techniques.experts",
     "models.mixtral": "techniques.experts",
     "models.qwen3_moe": "techniques.experts",
+    "models.deepseek_v3": "model",  # which has such attributes for Llama
     "techniques.muon": "techniques.optimizers",
     "techniques.bfloat16_moments": "techniques.optimizers",
 }
