@@ -55,7 +55,6 @@ from models.family import find_preset
 from parallel import World, with_mesh
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
-from perf.step import measure_step
 from plumbing import processes
 from plumbing.flags import as_json, flag, other_default, values_of, within
 from plumbing.joining import init_distributed
@@ -270,6 +269,8 @@ def step(asked: Measurement, run: Run) -> str:
             task.loss,
             task.count,
         )
+        from perf.step import measure_step  # here, since no other command needs it
+
         return measure_step(training, work, asked.repeats, asked.json)
 
 

@@ -45,17 +45,15 @@ from files import directories
 from files.adapters import (
     gather_adapters,
     is_adapter,
-    merged_weights,
     open_adapter,
     save_adapter,
 )
-from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
+from files.directories import check_tokenizer, find_checkpoint, read_config
 from files.loading import load_pretrained as load_pretrained  # for scripts of users
 from files.loading import load_weights as load_weights
 from files.loading import weights_of
 from files.optimizer_state import optimizer_state
 from files.published import small_logits
-from files.safetensors import Weights, with_progress_of
 from files.save_checks import (
     check_disk,
     check_finite,
@@ -74,8 +72,7 @@ from plumbing.new_files import remove
 from plumbing.parser import Parser
 from plumbing.processes import note_checkpoint, run
 from plumbing.shards import assign_shard
-from text.tokenizer import load_tokenizer
-from text.vocabulary import OtherKind, Tokenizer
+from text.vocabulary import Tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -286,66 +283,16 @@ def resume(
     return metadata["step"]
 
 
-# ---------------------------------------------------------------------- import, export and merge
-
-
-def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
-    """Write a checkpoint at `target` with the source's weights, in their dtype."""
-    source = find_checkpoint(source)
-    config, stored = open_weights(source)
-    metadata = read_config(source)
-    loaded = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(metadata)
-    if loaded:
-        check_tokenizer(metadata, loaded)
-    write_checkpoint(target, config, stored, loaded, init=str(source.resolve()))
-
-
-def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a checkpoint at `target` of a model with an adapter, or that of a run, added."""
-    adapter = directories.find_adapter(adapter, base)
-    config, stored = open_weights(base)
-    merged = merged_weights(stored, adapter, config)
-    flags = dict(init=str(base.resolve()), adapter=adapter.name)
-    write_checkpoint(target, config, merged, tokenizer, **flags)
-
-
-def write_checkpoint(
-    target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None, **flags
-) -> None:
-    """Write a checkpoint of step 0 without an optimizer from one process, matrix by matrix."""
-    stored = with_progress_of(stored, f"writing {target}")
-    with directories.new_directory(target) as temporary:
-        directories.save_stored_tensors(stored, temporary / "weights")
-        digests = directories.checksums(temporary, (temporary / "weights").glob("__*"))
-        directories.complete(temporary, config, {"step": 0, "flags": flags}, tokenizer, digests)
-
-
-def export_weights(
-    source: Path, target: Path, format: str, dtype: torch.dtype | str | None
-) -> None:
-    """Write a directory in the format of Hugging Face (`hf`) or llama.cpp (`gguf`). Weights keep
-    their dtype if `dtype` is None. Raises UserError for a model that other programs would load as
-    another one."""
-    from files.export import export_files  # here, since only an export needs it
-
-    source = find_checkpoint(source)
-    export_files(source, target, format, dtype, _tokenizer_of(read_config(source)))
-
-
-def _tokenizer_of(metadata: dict) -> Tokenizer | None:
-    """Return the tokenizer that read_config has found, or None. Prints a warning if it cannot be
-    read, such as Llama 2's without the package for it. Raises UserError if it is damaged."""
-    try:
-        tokenizer = metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
-    except OtherKind as error:
-        print(f"warning: without a tokenizer, as {error}", file=sys.stderr)
-        return None
-    if tokenizer:
-        check_tokenizer(metadata, tokenizer)
-    return tokenizer
+# ---------------------------------------------------------------------------------- the command
 
 
 def main() -> None:
+    from files.conversion import (
+        export_weights,
+        import_weights,
+        merge_adapter,
+        tokenizer_of,
+    )
     from files.gguf import Q8_0
 
     parser = Parser(description="Import, export and merge weights.")
@@ -368,7 +315,7 @@ def main() -> None:
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":
         source = find_checkpoint(args.source)
-        merge(source, args.adapter, args.target, _tokenizer_of(read_config(source)))
+        merge_adapter(source, args.adapter, args.target, tokenizer_of(read_config(source)))
     else:
         dtype = args.dtype and getattr(torch, args.dtype, args.dtype)
         export_weights(args.source, args.target, args.format, dtype)

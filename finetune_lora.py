@@ -185,10 +185,12 @@ def finetune(script: Script) -> None:
 
 def merge(run: Finetuning, job: setup.Job) -> Path:
     """Write OUT/merged, unless --resume found a finished run that has it; return its path."""
+    from files.conversion import merge_adapter  # here, since only a run with --merge needs it
+
     merged = run.directory / "merged"
     if not merged.exists():
         adapter = run.directory / "best" if run.merge == "best" else run.directory
-        checkpoint.merge(job.base, adapter.resolve(), merged, job.tokenizer)
+        merge_adapter(job.base, adapter.resolve(), merged, job.tokenizer)
     return merged
 
 

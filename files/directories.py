@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file
-from files.formats import checked_config, is_hf, is_meta, note, open_hf, open_meta
+from files.formats import checked_config, is_hf, is_meta, note, open_hf
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
@@ -168,7 +168,11 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, Weights]:
 
     It does not communicate."""
     if not has_weights(directory):
-        return open_meta(directory) if is_meta(directory) else open_hf(directory)
+        if not is_meta(directory):
+            return open_hf(directory)
+        from files.meta import open_meta  # here, since few directories are Meta's
+
+        return open_meta(directory)
     verify(directory, "weights", alone=True)
     entries = read_index(directory / "weights").state_dict_metadata
 

@@ -11,48 +11,13 @@ import torch
 from torch import Tensor
 
 from files import published
-from files.directories import describe_differences, new_directory, open_weights, sync
 from files.formats import HF_FIELDS, SUPPORTED, SUPPORTED_SCALING, hf_names, to_hf_rows
-from files.gguf import Q8_0, save_gguf
-from files.safetensors import StoredTensor, Weights, save_safetensors, with_progress_of
+from files.safetensors import StoredTensor, Weights, save_safetensors
 from model import KVCache, LlamaConfig
 from plumbing.messages import UserError
 from text.vocabulary import Tokenizer
 
 MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
-
-
-def export_files(
-    source: Path,
-    target: Path,
-    format: str,
-    dtype: torch.dtype | str | None,
-    tokenizer: Tokenizer | None,
-) -> None:
-    """Write what checkpoint.py's export_weights says, with the tokenizer of the source."""
-    config, stored = open_weights(source)
-    check_is_published(config, stored)
-    if dtype == Q8_0 and format != "gguf":
-        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
-    if dtype and format != "gguf":  # which keeps norms in float32
-        stored = {name: weight.to(dtype) for name, weight in stored.items()}
-    stored = with_progress_of(stored, f"writing {target}")
-    if format == "gguf" and not tokenizer:
-        raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
-    with new_directory(target) as temporary:
-        if format == "gguf":
-            save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
-            fields = (*HF_FIELDS, "rope_scaling", "head_dim")
-            read_back = type(config)(**{name: getattr(config, name) for name in fields})
-        else:
-            save_hf(temporary, config, stored, tokenizer)
-            read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if read_back != config:
-            raise UserError(
-                f"--format {format} cannot hold the model in {source}: it would be read back with "
-                f"{describe_differences(read_back, config)}"
-            )
-        sync(*temporary.iterdir(), temporary)
 
 
 def check_is_published(config: LlamaConfig, weights: Weights) -> None:

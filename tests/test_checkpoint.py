@@ -16,6 +16,7 @@ from test_train import CONFIG, flags
 
 import checkpoint
 from files import directories
+from files.conversion import import_weights
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from generate import generate
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monke
 
 def test_weights_alone_cannot_be_resumed(tmp_path):
     model, optimizer = trained()
-    checkpoint.import_weights(save(tmp_path, 1, model, optimizer), tmp_path / "imported", None)
+    import_weights(save(tmp_path, 1, model, optimizer), tmp_path / "imported", None)
     with pytest.raises(UserError, match="weights and no optimizer: --init begins a run"):
         checkpoint.resume(tmp_path / "imported", model, optimizer, BYTES)
 

@@ -12,8 +12,8 @@ from conftest import launch, refused, step_of, succeed
 from test_formats import DEEPSEEK, DEEPSEEK_LONG, our_model, saved, saved_hf
 from test_model import relative, tokens_of
 
-from checkpoint import export_weights
 from config import ParallelConfig
+from files.conversion import export_weights
 from files.formats import hf_config
 from files.gguf import save_gguf
 from files.loading import load_pretrained

@@ -12,8 +12,8 @@ from plain import effective_weights, plain_step
 from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 
-from checkpoint import write_checkpoint
 from files.adapters import PEFT_FILES
+from files.conversion import write_checkpoint
 from files.directories import read_index
 from files.loading import load_pretrained
 from files.safetensors import open_safetensors

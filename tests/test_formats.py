@@ -15,11 +15,12 @@ import transformers
 from conftest import hugging_face_model, like, succeed
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from checkpoint import export_weights, import_weights, write_checkpoint
 from files import export, formats
 from files.adapters import save_adapter
+from files.conversion import export_weights, import_weights, write_checkpoint
 from files.directories import find_adapter, find_checkpoint, open_weights, read_config
 from files.loading import load_pretrained
+from files.meta import open_meta
 from files.safetensors import StoredTensor
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
@@ -227,9 +228,9 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
     """By default it is that of the published models: 32 for tied embeddings, else 8."""
     for config in (SCALED, SMALL, PLAIN):
         save_shards(tmp_path, config, [our_model(config).state_dict()])
-        assert formats.open_meta(tmp_path)[0] == config
+        assert open_meta(tmp_path)[0] == config
     save_shards(tmp_path, SCALED, [our_model(SCALED).state_dict()], rope_scaling_factor=4.0)
-    assert formats.open_meta(tmp_path)[0] == replace(SCALED, rope_scaling=4.0)
+    assert open_meta(tmp_path)[0] == replace(SCALED, rope_scaling=4.0)
 
 
 # -------------------------------------------------------------------------------- round trips

@@ -26,7 +26,7 @@ from test_published import (
 )
 from test_published import write as write_kind
 
-from checkpoint import export_weights
+from files.conversion import export_weights
 from files.gguf import Q8_0, encoded, vocabulary
 from model import LlamaConfig
 from plumbing.messages import UserError

@@ -11,7 +11,7 @@ from test_chat import assistant, user
 from test_formats import DEEPSEEK, MIXTRAL, PLAIN, QWEN2, QWEN3, QWEN3_MOE, our_model, saved
 from test_published import llama_3_kind, with_a_word, write
 
-from checkpoint import export_weights
+from files.conversion import export_weights
 from models.family import families, family_of
 from plumbing.messages import UserError
 from text.conversations import CHATS, MESSAGE_FIELDS, read_conversations

@@ -18,7 +18,7 @@ from test_pairs import PAIRS, written
 from test_train import as_flags, resumes
 from workers.train_cases import BETA, JobOfTask, packed_pairs
 
-from checkpoint import write_checkpoint
+from files.conversion import write_checkpoint
 from model import IGNORE, Llama, LlamaConfig
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards

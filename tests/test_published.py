@@ -19,7 +19,8 @@ from conftest import shared, succeed
 from test_formats import PLAIN, transformers_model
 from tiktoken.load import load_tiktoken_bpe
 
-from checkpoint import export_weights, read_config
+from files.conversion import export_weights
+from files.directories import read_config
 from plumbing.messages import UserError
 from text.bpe import train_bpe, train_tokenizer
 from text.targets import encode, encode_prompt

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from conftest import launch, refused, succeed
 
-from checkpoint import write_checkpoint
 from data import TokenFileWriter
+from files.conversion import write_checkpoint
 from files.export import save_hf
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig

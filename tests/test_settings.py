@@ -11,7 +11,7 @@ from conftest import launch, refused, succeed
 from test_formats import PLAIN, our_model, saved, saved_hf
 from test_published import QWEN, TALK, assert_chats_agree, byte_level, llama_3_kind
 
-from checkpoint import export_weights
+from files.conversion import export_weights
 from files.directories import read_config
 from plumbing.messages import UserError
 from text.targets import encode

@@ -30,9 +30,9 @@ class Gated(model.Llama):
 
 
 def plan():
-    from techniques.parallel_layers import NORM
+    from techniques.parallel_layers import OwnTokens
 
-    return {"layers.*.gate": NORM}
+    return {"layers.*.gate": OwnTokens()}
 
 
 MODEL = Family(
