@@ -53,6 +53,7 @@ class LlamaConfig:
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
     normed_dim = 0  # features that a block normalizes beside the residual stream
+    windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): all layers
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -65,7 +66,7 @@ class LlamaConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
-                f"choose n_kv_heads that divides {self.n_heads}"
+                "choose n_kv_heads that divides it"
             )
 
     def build(self) -> "Llama":
@@ -154,7 +155,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
     # With a mask, or in float32 on a GPU, kernels need a key/value head for each query head.
     if mask is not None or ((q.is_cuda or q.is_mps) and q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -335,30 +336,36 @@ class Llama(nn.Module):
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
         cache. `documents` (text/batch.py) holds the same starts, for kernels that need no mask."""
-        if positions is None and (cache is not None or documents is not None):
+        if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
-        x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
-        device, dtype, E = tokens.device.type, self.compute_dtype, self.config.head_dim
+        x = tokens if tokens.is_floating_point() else self.embed(tokens)
+        dtype, E = self.compute_dtype, self.config.head_dim
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         elif documents and not cache and documents.have_kernel(dtype or x.dtype, E):
             mask = documents
         else:
-            seen = positions if cache is None else cache.add_positions(positions)
+            seen = cache.add_positions(positions) if cache else positions
             mask = document_mask(seen, queries=tokens.shape[1])
-        cos, sin = rope_angles(self.config, positions)
+        cos, sin = self.angles(positions)
 
-        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
             for block in self.layers.values():
                 x = block(x, cos, sin, mask, cache)
             if self.norm is None:  # a later stage of the pipeline has it
                 return x
-            x = self.norm(x if cache is None else x[:, -1:])
+            x = self.norm(x[:, -1:] if cache else x)
             if targets is None:
                 return self.output(x)
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
+
+    def embed(self, tokens):
+        return self.tok_embeddings(tokens)  # [B, T] -> [B, T, D]
+
+    def angles(self, positions):
+        return rope_angles(self.config, positions)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
@@ -368,8 +375,7 @@ class Llama(nn.Module):
         Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
         at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
         so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
-        2019). Values depend on seed, name and shape
-        alone, however the model is split. A GPU draws other values than a CPU."""
+        2019). They depend on seed, name and shape alone, however it is split. A GPU draws others."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():
@@ -454,7 +460,8 @@ def sum_of_losses(
     disabled, it sums cross entropies, so that runs which train with other losses can be compared.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
-    logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]
+    logits = logits_of(hidden.flatten(0, -2), weight)  # [N, V]
+    targets = targets.flatten()  # [N]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if torch.is_grad_enabled():
         losses = loss_of(logits, targets, vocabulary)
