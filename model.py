@@ -375,7 +375,7 @@ class Llama(nn.Module):
         Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
         at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
         so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
-        2019). They depend on seed, name and shape alone, however it is split. A GPU draws others."""
+        2019). They depend on seed, name and shape alone, on any split. A GPU draws others."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():

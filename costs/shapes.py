@@ -103,6 +103,12 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     return [unit(1, root), unit(L, block), unit(L, of_experts, "expert_")]
 
 
+def attended_by_layer(config: LlamaConfig, seq_len: int) -> list[int]:
+    """Return for each layer how many tokens the last of a sequence attends to."""
+    windows = config.windows or [0] * config.n_layers
+    return [min(window or seq_len, seq_len) for window in windows]
+
+
 def flops_per_token(model: Llama, seq_len: int) -> int:
     """Return the floating-point operations to train on one token.
 
@@ -113,7 +119,8 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     seq_len tokens, and recomputation is not counted, so that published figures compare.
     In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %."""
     config = model.config
-    attention = 3 * 4 * config.n_layers * config.q_dim * seq_len
+    attended = sum(attended_by_layer(config, seq_len))
+    attention = 3 * 4 * config.q_dim * attended
     products = 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):

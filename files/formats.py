@@ -156,7 +156,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
         )
     family = published.family_for_others(config)
     computes_the_same = published.computes(family.published.logits, family)
-    if not (computes_the_same and attends_to_everything(family.small_config)):
+    if not (computes_the_same and attends_as_far_as_told(family.small_config)):
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
             "would compute other logits from the exported weights"
@@ -164,9 +164,9 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
 
 
 @torch.enable_grad()
-def attends_to_everything(config: LlamaConfig) -> bool:
-    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
-    a sliding window, which may be longer than published.TOKENS, they have none."""
+def attends_as_far_as_told(config: LlamaConfig) -> bool:
+    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer, or
+    at the first in its window, if it has one: a window may be longer than published.TOKENS."""
     model = published.with_fixed_weights(config.build().double())
     cache = KVCache()
     position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
@@ -178,7 +178,12 @@ def attends_to_everything(config: LlamaConfig) -> bool:
         values.append(value)
     logits = model(torch.zeros_like(position), positions=position, cache=cache)
     logits.sum().backward()
-    return all(value.grad[:, 0].any() for value in values)
+    for value, window in zip(values, config.windows or [0] * config.n_layers):
+        sees = value.grad[0].flatten(1).any(1)  # [32,768]
+        first = 32_768 - (window - 1) if window else 0
+        if sees[:first].any() or not sees[first]:
+            return False
+    return True
 
 
 def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> LlamaConfig:
@@ -237,24 +242,29 @@ def hf_config(directory: Path) -> LlamaConfig:
         content["num_key_value_heads"] = content.get("num_attention_heads")
     for key in [key for key, value in content.items() if value is None]:
         del content[key]  # any other null is a missing field
+    kind = content.checked("model_type", content["model_type"], str)
+    known = {family.name: family for family in families().values() if family.published}
+    if kind not in known:
+        raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
+    family = known[kind]
+    others = family.published
+    others.prepare(content)
     # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
     # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    kind = content.checked("model_type", content["model_type"], str)
-    known = {name: family for name, family in families().items() if family.published}
-    if kind not in known:
-        raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
-    family = known[kind]
-    others = family.published
     fields = HF_FIELDS | others.fields
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
-    supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    scaling = others.scaling or SUPPORTED_SCALING
+    scaled = scaling["rope_type"]
+    if rope_type not in ("default", scaled):
+        raise UserError(
+            f"{path} has RoPE of type '{rope_type}': only default and {scaled} work here"
+        )
+    supported = SUPPORTED | (scaling if rope_type == scaled else {})
     supported |= others.supported
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": content["num_attention_heads"]}
     defaults |= SUPPORTED | others.defaults
@@ -271,7 +281,7 @@ def hf_config(directory: Path) -> LlamaConfig:
     values = {name: content[key] for name, key in fields.items()}
     if "head_dim" in content:
         values["head_dim"] = content["head_dim"]
-    if rope_type == "llama3":
+    if rope_type == scaled:
         values["rope_scaling"] = rope.get("factor")
     return checked_config(content, family.config, **values | others.read(content))
 
@@ -368,10 +378,10 @@ def save_hf(
         path = directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=1), "utf-8")
 
-    scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
     family = published.family_for_others(config)
     fields = HF_FIELDS | family.published.fields
+    scaling = (family.published.scaling or SUPPORTED_SCALING) | {"factor": config.rope_scaling}
     content = SUPPORTED | {
         "model_type": family.name,
         "architectures": [f"{family.name.title().replace('_', '')}ForCausalLM"],
@@ -383,6 +393,7 @@ def save_hf(
         "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    content |= family.published.write(config)
     for key in family.published.absent:
         del content[key]
     (directory / "config.json").write_text(json.dumps(content, indent=1), "utf-8")

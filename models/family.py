@@ -23,7 +23,8 @@ from typing import Any
 from model import LlamaConfig
 from plumbing.messages import UserError
 
-HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"  # the files of this folder with a MODEL
+# The files of this folder with a MODEL.
+HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "olmo3", "gemma3"
 # All that a real model has matters in this small one: grouped queries, the epsilon, and each range
 # of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
@@ -46,7 +47,11 @@ class Published:
     renamed: dict[str, str] = field(default_factory=dict)  # a field -> its other name
     supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
+    scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
+    # (content of a config.json): write into it in one way what it may say in several.
+    prepare: Callable = lambda content: None
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
+    write: Callable = lambda config: {}  # configuration -> more fields of a config.json
     # Configuration -> norms whose weights RoPE pairs like rows of wq, with their number of heads.
     paired: Callable = lambda config: {}
     unpublished: Callable = lambda config: ""  # why nobody else knows such a configuration, or ""

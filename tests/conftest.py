@@ -79,8 +79,20 @@ def hugging_face_model(config, kind: str = "", **more):
     sizes |= dict(num_key_value_heads=config.n_kv_heads, vocab_size=config.vocab_size)
     sizes |= dict(max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps)
     sizes |= dict(tie_word_embeddings=config.tie_embeddings, head_dim=config.head_dim)
+    if config.windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        sizes |= dict(layer_types=kinds, sliding_window=config.window)
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        in_windows = rope | ({"rope_theta": 1e4} if kind == "Gemma3Text" else {})
+        if config.rope_scaling != 1:
+            rope |= dict(rope_type="linear", factor=config.rope_scaling)
+        if kind == "Olmo3" and config.rope_scaling != 1:
+            rope |= dict(rope_type="yarn", original_max_position_embeddings=8192)
+        sizes["rope_parameters"] = dict(sliding_attention=in_windows, full_attention=rope)
+    if kind == "Gemma3Text":
+        sizes |= dict(query_pre_attn_scalar=config.score_dim)
     described = getattr(transformers, f"{kind}Config")(**sizes, **more)
-    return getattr(transformers, f"{kind}ForCausalLM")(described)
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(described)
 
 
 def like(config, family: str, **changes):

@@ -38,6 +38,10 @@ QWEN2 = like(PLAIN, "qwen2", norm_eps=1e-6, rope_theta=1e6)
 QWEN3 = like(PLAIN, "qwen3", head_dim=16, norm_eps=1e-6, rope_theta=1e6)
 MIXTRAL = like(PLAIN, "mixtral", n_experts=5, balance="none", rope_theta=1e6)
 QWEN3_MOE = like(QWEN3, "qwen3_moe", n_experts=8, top_k=3, balance="none")
+OLMO2 = like(PLAIN, "olmo2", norm_eps=1e-6)
+OLMO3 = like(SCALED, "olmo3", n_layers=5, window=30)
+GEMMA3 = like(SCALED, "gemma3", n_layers=7, head_dim=16, window=30, tie_embeddings=True,
+              rope_theta=1e6, norm_eps=1e-6, score_dim=20)  # fmt: skip
 
 
 def transformers_model(config: LlamaConfig):
@@ -91,8 +95,8 @@ def logits_agree(model: Llama, reference) -> None:
 
 @pytest.mark.parametrize(
     "config, file_bytes",
-    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE)]
-    + [(c, 30_000) for c in (SCALED, SMALL, QWEN2)],
+    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE, OLMO2, OLMO3)]
+    + [(c, 30_000) for c in (SCALED, SMALL, QWEN2, GEMMA3)],
 )
 def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
     """Also where config.json is as transformers 4 writes it. What we export is as it was."""
@@ -120,9 +124,12 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     for type_key in ("rope_type", "type"):
         content = json.loads(written)
         rope = content.pop("rope_parameters")
+        if config.windows:
+            content["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
         content["rope_theta"] = rope.pop("rope_theta")
         rope[type_key] = rope.pop("rope_type")
-        content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
+        content["rope_scaling"] = rope if rope[type_key] != "default" else None
         content["torch_dtype"] = content.pop("dtype")
         (theirs / "config.json").write_text(json.dumps(content))
         assert formats.hf_config(theirs) == config
@@ -393,7 +400,7 @@ MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per
 
 
 UNFIT = [
-    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe work here"),
+    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe, olmo2"),
     (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
     (HF, dict(attention_bias=True), "has attention_bias True"),
     (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),
