@@ -103,10 +103,19 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     return [unit(1, root), unit(L, block), unit(L, of_experts, "expert_")]
 
 
-def attended_by_layer(config: LlamaConfig, seq_len: int) -> list[int]:
-    """Return for each layer how many tokens the last of a sequence attends to."""
+def numbers_summed(part: Llama) -> int:
+    """Return how many numbers of a token ranks along tp sum up in a block of a rank's part."""
+    number, block = next(iter(part.layers.items()))
+    styles = [
+        style_of(f"layers.{number}.{below}", part.config) for below, _ in block.named_modules()
+    ]
+    return sum(getattr(style, "sums", 0) for style in styles)
+
+
+def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list[int]:
+    """Return for each layer seq_len, or so many `times` its window, if that is less."""
     windows = config.windows or [0] * config.n_layers
-    return [min(window or seq_len, seq_len) for window in windows]
+    return [min(times * window or seq_len, seq_len) for window in windows]
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:

@@ -40,6 +40,9 @@ FAMILIES = {
     "mixtral": dict(family="mixtral"),
     # Ranks divide its experts unevenly.
     "qwen3_moe": dict(family="qwen3_moe", n_experts=6, top_k=3, balance="none"),
+    "olmo2": dict(family="olmo2"),
+    "olmo3": dict(family="olmo3", window=4, full_every=2),
+    "gemma3": dict(family="gemma3", window=4, full_every=2, score_dim=12),
 }
 # Fields that are not drawn: sizes that follow from others, and the dtype.
 NOT_DRAWN = "shard", "stages_per_rank", "dtype"
