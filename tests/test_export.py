@@ -11,7 +11,9 @@ from files import published as fingerprint
 from files.gguf import save_gguf
 from files.published import with_fixed_weights
 from models.family import families
+from models.gemma3 import Gemma3Config
 from models.mixtral import MixtralConfig
+from models.olmo3 import Olmo3Config
 from models.qwen2 import Qwen2Config
 from models.qwen3 import Qwen3Config
 from plumbing.messages import UserError
@@ -60,6 +62,8 @@ def test_a_parameter_that_hugging_face_has_no_name_for(config, message):
 
 @pytest.mark.parametrize("config, message", [
     (MixtralConfig(n_experts=4, balance="none"), "gguf is not written for models like mixtral"),
+    (Olmo3Config(), "gguf is not written for models like olmo3"),
+    (Gemma3Config(), "gguf is not written for models like gemma3_text"),
     (Qwen2Config(rope_scaling=8.0), "qwen2 has no scaled RoPE"),
     (Qwen3Config(rope_scaling=8.0), "qwen3 has no scaled RoPE"),
 ])  # fmt: skip

@@ -20,6 +20,9 @@ from techniques.recompute import recompute_and_compile
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
 QWEN2 = like(CONFIG, "qwen2", rope_scaling=1.0)
+OLMO2 = like(CONFIG, "olmo2")
+OLMO3 = like(CONFIG, "olmo3", window=4, full_every=2)
+GEMMA3 = like(CONFIG, "gemma3", window=4, full_every=2, tie_embeddings=True, score_dim=12)
 SEEDED = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=SEEDED)
 
@@ -199,7 +202,11 @@ def logits_agree(ours: Llama, theirs, base) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, QWEN2, OLMO2, OLMO3, GEMMA3],
+    ids=["llama", "qwen2", "olmo2", "olmo3", "gemma3"],
+)
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
     peft = pytest.importorskip("peft")
