@@ -57,6 +57,7 @@ class LlamaConfig:
     gathered_dims = ()  # widths of what attention takes of all tokens; (): x itself
     dense_dim = 0  # width of the feed-forward in layers without experts, if others have them
     may_be_zero = ()  # fields that count something of which a model may have none
+    windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): all layers
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -69,7 +70,7 @@ class LlamaConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
-                f"choose n_kv_heads that divides {self.n_heads}"
+                "choose n_kv_heads that divides it"
             )
 
     def build(self) -> "Llama":
@@ -342,8 +343,8 @@ class Llama(nn.Module):
         if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
-        x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
-        device, dtype, E = tokens.device.type, self.compute_dtype, self.config.head_dim
+        x = tokens if tokens.is_floating_point() else self.embed(tokens)
+        dtype, E = self.compute_dtype, self.config.head_dim
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         elif documents and not cache and documents.have_kernel(dtype or x.dtype, E):
@@ -353,7 +354,7 @@ class Llama(nn.Module):
             mask = document_mask(seen, queries=tokens.shape[1])
         cos, sin = self.angles(positions)
 
-        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
             for block in self.layers.values():
                 x = block(x, cos, sin, mask, cache)
             if self.norm is None:  # a later stage of the pipeline has it
@@ -363,6 +364,9 @@ class Llama(nn.Module):
                 return self.output(x)
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
+
+    def embed(self, tokens):
+        return self.tok_embeddings(tokens)  # [B, T] -> [B, T, D]
 
     def angles(self, positions):
         return rope_angles(self.config, positions)
@@ -375,8 +379,7 @@ class Llama(nn.Module):
         Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
         at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
         so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
-        2019). Values depend on seed, name and shape
-        alone, however the model is split. A GPU draws other values than a CPU."""
+        2019). They depend on seed, name and shape alone, on any split. A GPU draws others."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():
@@ -461,7 +464,8 @@ def sum_of_losses(
     disabled, it sums cross entropies, so that runs which train with other losses can be compared.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
-    logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]
+    logits = logits_of(hidden.flatten(0, -2), weight)  # [N, V]
+    targets = targets.flatten()  # [N]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if torch.is_grad_enabled():
         losses = loss_of(logits, targets, vocabulary)

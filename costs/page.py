@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import lora
 from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
-from costs.shapes import Unit, shapes_on_rank, size_on_rank, units
+from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
@@ -315,6 +315,11 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again + references), kv
     yield "cp", "reduce-scatter", m * L, kv
+
+    # Sums of squares of a token's features, which only full checkpointing computes again.
+    sums = L * numbers_summed(part)
+    squares = work.microbatch * work.length * max(4, w)
+    yield "tp", "all-reduce", m * sums * (2 + p.repeats_attention + references), squares
 
     feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
     for width in c.gathered_dims or (c.dim,):

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, is_of_muon, saved, sends
+from costs.shapes import attended_by_layer
 from model import LlamaConfig
 from parallel import used_techniques
 from techniques.muon import flops_of_muon
@@ -62,7 +63,9 @@ def forward_flops(work: Work) -> Flops:
     D = c.dim
     F = c.ffn_dim * c.ffn_uses
     products = 2 * (weights_of_attention(c) + 3 * D * F)
-    attention = 2 * (work.document or work.seq_len) * c.q_dim
+    length = work.document or work.seq_len
+    twice = attended_by_layer(c, length, times=2)  # in a long text a window is always full
+    attention = 2 * sum(twice) / c.n_layers * c.q_dim
     return Flops(products, attention)
 
 

@@ -108,6 +108,21 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     return found
 
 
+def numbers_summed(part: Llama) -> int:
+    """Return how many numbers of a token ranks along tp sum up in a block of a rank's part."""
+    number, block = next(iter(part.layers.items()))
+    styles = [
+        style_of(f"layers.{number}.{below}", part.config) for below, _ in block.named_modules()
+    ]
+    return sum(getattr(style, "sums", 0) for style in styles)
+
+
+def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list[int]:
+    """Return for each layer seq_len, or so many `times` its window, if that is less."""
+    windows = config.windows or [0] * config.n_layers
+    return [min(times * window or seq_len, seq_len) for window in windows]
+
+
 def flops_per_token(model: Llama, seq_len: int) -> int:
     """Return the floating-point operations to train on one token.
 
@@ -118,7 +133,8 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     seq_len tokens, and recomputation is not counted, so that published figures compare.
     In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %."""
     config = model.config
-    attention = 3 * 4 * config.n_layers * config.q_dim * seq_len
+    attended = sum(attended_by_layer(config, seq_len))
+    attention = 3 * 4 * config.q_dim * attended
     products = 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):

@@ -33,7 +33,7 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
         )
     family = published.family_for_others(config)
     computes_the_same = published.computes(family.published.logits, family)
-    if not (computes_the_same and attends_to_everything(family.small_config)):
+    if not (computes_the_same and attends_as_far_as_told(family.small_config)):
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
             "would compute other logits from the exported weights"
@@ -41,9 +41,9 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
 
 
 @torch.enable_grad()
-def attends_to_everything(config: LlamaConfig) -> bool:
-    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
-    a sliding window, which may be longer than published.TOKENS, they have none."""
+def attends_as_far_as_told(config: LlamaConfig) -> bool:
+    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer, or
+    at the first in its window, if it has one: a window may be longer than published.TOKENS."""
     model = published.with_fixed_weights(config.build().double())
     cache = KVCache()
     position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
@@ -55,7 +55,12 @@ def attends_to_everything(config: LlamaConfig) -> bool:
         values.append(value)
     logits = model(torch.zeros_like(position), positions=position, cache=cache)
     logits.sum().backward()
-    return all(value.grad[:, 0].any() for value in values)
+    for value, window in zip(values, config.windows or [0] * config.n_layers):
+        sees = value.grad[0].flatten(1).any(1)  # [32,768]
+        first = 32_768 - (window - 1) if window else 0
+        if sees[:first].any() or not sees[first]:
+            return False
+    return True
 
 
 def save_hf(
@@ -87,10 +92,10 @@ def save_hf(
         path = directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=1), "utf-8")
 
-    scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
     family = published.family_for_others(config)
     fields = HF_FIELDS | family.published.fields
+    scaling = (family.published.scaling or SUPPORTED_SCALING) | {"factor": config.rope_scaling}
     content = SUPPORTED | {
         "model_type": family.name,
         "architectures": [f"{family.name.title().replace('_', '')}ForCausalLM"],

@@ -186,7 +186,7 @@ def hf_config(directory: Path) -> LlamaConfig:
     path = directory / "config.json"
     content = JsonFile(path)
     kind = content.checked("model_type", content["model_type"], str)
-    known = {name: family for name, family in families().items() if family.published}
+    known = {family.name: family for family in families().values() if family.published}
     if kind not in known:
         raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
     family = known[kind]
@@ -196,6 +196,7 @@ def hf_config(directory: Path) -> LlamaConfig:
         del content[key]  # any other null is a missing field
         if key in nulls:
             content[key] = nulls[key]
+    others.prepare(content)
     # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
     # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}

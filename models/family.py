@@ -24,7 +24,7 @@ from model import LlamaConfig
 from plumbing.messages import UserError
 
 # The files of this folder with a MODEL.
-HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"
+HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "olmo3", "gemma3", "deepseek_v3"
 TARGETS = "wq", "wk", "wv", "wo", "w1", "w2", "w3"  # a Llama's matrices that can have an adapter
 # All that a real model has matters in this small one: grouped queries, the epsilon, and each range
 # of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
@@ -50,6 +50,8 @@ class Published:
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
     nulls: dict[str, Any] = field(default_factory=dict)  # what null means: else, a missing field
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
+    # (content of a config.json): write into it in one way what it may say in several.
+    prepare: Callable = lambda content: None
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
     # (name in a file, configuration) -> of what it is a part that this model has not, or ""

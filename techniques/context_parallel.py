@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import attend, document_mask
 from techniques.technique import Technique
+from techniques.windows import attend_within
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
@@ -119,20 +120,24 @@ class SharedSequences(NamedTuple):
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         return True  # always: a mask made by Llama.forward would know nothing of other ranks
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """q [B, T/n, H, E], k and v [B, T/n, KV, E] of this rank's tokens -> as q."""
         own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], with a dimension for ranks
         parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         # An all-gather; in backward, gradients that are partial sums make it a reduce-scatter.
         parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
         k, v = whole_sequences(parts)  # [B, T, KV, E] both
-        return self.attend_to(q, k, v)
+        return self.attend_to(q, k, v, window)
 
-    def attend_to(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """The same, given keys and values [B, T, KV, E] of whole sequences."""
         attended = []
         for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
-            attended.append(attend(queries, k[:, :end], v[:, :end], mask))
+            seen = k[:, :end], v[:, :end], mask
+            if window:
+                attended.append(attend_within(queries, *seen, window))
+            else:
+                attended.append(attend(queries, *seen))
         return torch.cat(attended, 1)
 
 

@@ -195,6 +195,30 @@ class GatherFeatures(ParallelStyle):
         return module
 
 
+class SharedNorm(ParallelStyle):
+    """Shard a norm over features that ranks divide, such as one over all heads. Ranks sum up the
+    squares of a token's features, one number for each token, and in backward its gradient: two
+    all-reduces. x [B, T, features / tp] is a plain tensor, and so is what is returned."""
+
+    weight_dim = 0
+    sums = 1  # numbers of a token that ranks sum up
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        shard_parameters(module, mesh, self.weight_dim)
+
+        def forward(x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            squares = wide.square().sum(-1, keepdim=True)  # [B, T, 1], of this rank's features
+            squares = DTensor.from_local(squares, mesh, [Partial()], run_check=False)
+            squares = squares.full_tensor(grad_placements=[Partial()])
+            width = x.shape[-1] * mesh.size()
+            normed = wide * (squares / width + module.eps).rsqrt()
+            return (normed * to_local(module.weight)).type_as(x)
+
+        module.forward = forward
+        return module
+
+
 class OfHeads(ParallelStyle):
     """For a module whose forward returns its `weight` [H], a number for each head: on each rank it
     then returns those of the rank's heads."""

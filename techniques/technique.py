@@ -27,6 +27,7 @@ or methods, tell them what they have to know. Each may be left out:
     product           what forward computes with its parameters, which --tp replaces
     shard_product     (mesh): called when its parameters have become shards
     weight_dim        of a style in PLAN: the dimension of a layer's weight that it shards
+    sums              of a style in PLAN: how many numbers of a token ranks sum up (costs/)
     only_for          of a style in PLAN: the classes of layers that it is for
 
 What is set on objects of others, by one file for another:

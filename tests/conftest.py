@@ -71,8 +71,8 @@ def hugging_face_model(config, kind: str = "", **more):
     if config.n_experts:
         more |= dict(norm_topk_prob=True, experts_implementation="eager")  # others have no float64
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if "rope_scaling" in written:
-        rope |= written.pop("rope_scaling")
+    if scaling := written.pop("rope_scaling", None):
+        rope |= scaling
     elif config.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)
         rope |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -86,8 +86,20 @@ def hugging_face_model(config, kind: str = "", **more):
     sizes |= written
     for name in published.absent:
         sizes.pop(name, None)
+    if config.windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
+        sizes |= dict(layer_types=kinds, sliding_window=config.window)
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        in_windows = rope | ({"rope_theta": 1e4} if kind == "Gemma3Text" else {})
+        if config.rope_scaling != 1:
+            rope |= dict(rope_type="linear", factor=config.rope_scaling)
+        if kind == "Olmo3" and config.rope_scaling != 1:
+            rope |= dict(rope_type="yarn", original_max_position_embeddings=8192)
+        sizes["rope_parameters"] = dict(sliding_attention=in_windows, full_attention=rope)
+    if kind == "Gemma3Text":
+        sizes |= dict(query_pre_attn_scalar=config.score_dim)
     described = getattr(transformers, f"{kind}Config")(**sizes, **more)
-    return getattr(transformers, f"{kind}ForCausalLM")(described)
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(described)
 
 
 def like(config, family: str, **changes):

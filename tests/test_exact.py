@@ -46,6 +46,9 @@ FAMILIES = {
         family="deepseek_v3", n_experts=8, top_k=3, head_dim=16, rope_dim=4, value_dim=10,
         q_rank=22, kv_rank=14, dense_dim=44, rope_original=8,
     ),
+    "olmo2": dict(family="olmo2"),
+    "olmo3": dict(family="olmo3", window=4, full_every=2),
+    "gemma3": dict(family="gemma3", window=4, full_every=2, score_dim=12),
 }  # fmt: skip
 EXPERTS = "mixtral", "qwen3_moe", "deepseek_v3"
 # Fields that are not drawn: sizes that follow from others, and the dtype.

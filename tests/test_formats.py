@@ -45,6 +45,10 @@ DEEPSEEK = like(
     kv_rank=20, rope_dim=8, value_dim=18, rope_theta=1e4, norm_eps=1e-6,
 )  # fmt: skip
 DEEPSEEK_LONG = replace(DEEPSEEK, q_rank=0, n_dense=0, rope_scaling=40.0, rope_mscale=0.7)
+OLMO2 = like(PLAIN, "olmo2", norm_eps=1e-6)
+OLMO3 = like(SCALED, "olmo3", n_layers=5, window=30)
+GEMMA3 = like(SCALED, "gemma3", n_layers=7, head_dim=16, window=30, tie_embeddings=True,
+              rope_theta=1e6, norm_eps=1e-6, score_dim=20)  # fmt: skip
 
 
 def transformers_model(config: LlamaConfig):
@@ -101,8 +105,8 @@ def logits_agree(model: Llama, reference) -> None:
 
 @pytest.mark.parametrize(
     "config, file_bytes",
-    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, DEEPSEEK_LONG)]
-    + [(c, 30_000) for c in (SCALED, SMALL, QWEN2)],
+    [(c, 10**9) for c in (PLAIN, QWEN3, MIXTRAL, QWEN3_MOE, OLMO2, OLMO3, DEEPSEEK, DEEPSEEK_LONG)]
+    + [(c, 30_000) for c in (SCALED, SMALL, QWEN2, GEMMA3)],
 )
 def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path, monkeypatch):
     """Also where config.json is as transformers 4 writes it. What we export is as it was."""
@@ -130,6 +134,9 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
     for type_key in ("rope_type", "type"):
         content = json.loads(written)
         rope = content.pop("rope_parameters")
+        if config.windows:
+            content["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
         content["rope_theta"] = rope.pop("rope_theta")
         rope[type_key] = rope.pop("rope_type")
         content["rope_scaling"] = rope if rope[type_key] != "default" else None
@@ -408,7 +415,7 @@ MIXTRAL_FIELDS = dict(model_type="mixtral", num_local_experts=3, num_experts_per
 
 
 UNFIT = [
-    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3"),
+    (HF, dict(model_type="mistral"), "only llama, qwen2, qwen3, mixtral, qwen3_moe, olmo2"),
     (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
     (HF, dict(attention_bias=True), "has attention_bias True"),
     (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),

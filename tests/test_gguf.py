@@ -43,6 +43,7 @@ PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta
 SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
 QWEN2 = like(PLAIN, "qwen2")
 QWEN3 = like(PLAIN, "qwen3", head_dim=32)
+OLMO2 = like(PLAIN, "olmo2")
 
 
 class LlamaCpp:
@@ -105,7 +106,9 @@ def exported(directory, config, tokenizer, dtype=None):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "config", [PLAIN, SCALED, QWEN2, QWEN3], ids=["plain", "scaled-tied", "qwen2", "qwen3"]
+    "config",
+    [PLAIN, SCALED, QWEN2, QWEN3, OLMO2],
+    ids=["plain", "scaled-tied", "qwen2", "qwen3", "olmo2"],
 )
 def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
     model, path = exported(tmp_path, config, tokenizer)

@@ -8,7 +8,19 @@ from functools import partial
 import pytest
 from conftest import ROOT
 from test_chat import assistant, user
-from test_formats import DEEPSEEK, MIXTRAL, PLAIN, QWEN2, QWEN3, QWEN3_MOE, our_model, saved
+from test_formats import (
+    DEEPSEEK,
+    GEMMA3,
+    MIXTRAL,
+    OLMO2,
+    OLMO3,
+    PLAIN,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    our_model,
+    saved,
+)
 from test_published import llama_3_kind, with_a_word, write
 
 from files.conversion import export_weights
@@ -95,13 +107,16 @@ def kind(name: str, directory):
     return load_tokenizer(str(write(directory, name)))
 
 
-PUBLISHED = {name for name, family in families().items() if family.published}
+PUBLISHED = {family.name for family in families().values() if family.published}
 MODELS = {  # a row of the table: configurations, and tokenizers
     "Llama 3 to 3.2": ([PLAIN], [lambda _: load_tokenizer("bytes")]),
     "fine-tuned Llama 3 with added tokens": ([PLAIN], [added]),
     "Qwen2, Qwen2.5, Qwen3": ([QWEN2, QWEN3], [partial(kind, "qwen3")]),
     "Mixtral, Qwen3 with experts": ([MIXTRAL, QWEN3_MOE], [partial(kind, "yi")]),
     "DeepSeek V3, in bfloat16": ([DEEPSEEK], [partial(kind, "yi")]),
+    "OLMo 2": ([OLMO2], [partial(kind, "qwen3")]),
+    "OLMo 3": ([OLMO3], [partial(kind, "qwen3")]),
+    "Gemma 3 (text)": ([GEMMA3], [partial(kind, "yi")]),
     "SmolLM2, TinyLlama, Llama 2, Yi":
         ([PLAIN], [partial(kind, name) for name in ("smollm2", "tinyllama", "yi")]),
 }  # fmt: skip

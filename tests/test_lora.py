@@ -33,6 +33,9 @@ DEEPSEEK = like(
     QWEN2, "deepseek_v3", n_kv_heads=4, head_dim=12, n_experts=8, top_k=3, dense_dim=40, q_rank=20,
     kv_rank=16, rope_dim=4, value_dim=10,
 )  # fmt: skip
+OLMO2 = like(CONFIG, "olmo2")
+OLMO3 = like(CONFIG, "olmo3", window=4, full_every=2)
+GEMMA3 = like(CONFIG, "gemma3", window=4, full_every=2, tie_embeddings=True, score_dim=12)
 SEEDED = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(CONFIG.vocab_size, (2, 11), generator=SEEDED)
 
@@ -212,7 +215,11 @@ def logits_agree(ours: Llama, theirs, base) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [CONFIG, QWEN2, DEEPSEEK], ids=["llama", "qwen2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, QWEN2, OLMO2, OLMO3, GEMMA3, DEEPSEEK],
+    ids=["llama", "qwen2", "olmo2", "olmo3", "gemma3", "deepseek_v3"],
+)
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
     peft = pytest.importorskip("peft")

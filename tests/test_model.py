@@ -18,7 +18,7 @@ from config import ParallelConfig
 from costs.shapes import flops_per_token, peak_flops
 from files.formats import HF_NAMES, hf_name, to_hf_rows
 from generate import generate, sample
-from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
+from model import IGNORE, KVCache, Llama, LlamaConfig, Vocabulary, sum_of_losses
 from models.family import family_of, find_preset
 from perf.instruments import build_on_meta
 from techniques import chunked_loss as chunked_loss_py
@@ -42,7 +42,13 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, queries of x": replace(DEEPSEEK, q_rank=0, n_groups=1, top_groups=1, n_dense=0),
     "deepseek_v3, long": replace(DEEPSEEK, rope_scaling=40.0, rope_original=512, n_shared=2),
-}
+    "olmo2": like(SMALL, "olmo2", head_dim=24),
+    "olmo3": like(SMALL, "olmo3", n_layers=4, window=9),
+    "olmo3 yarn": like(SMALL, "olmo3", full_every=2, window=20, rope_scaling=8.0),
+    "gemma3": like(SMALL, "gemma3", head_dim=24, full_every=2, window=9, tie_embeddings=True),
+    "gemma3 linear": like(SMALL, "gemma3", n_layers=6, full_every=6, window=20, score_dim=20,
+                          tie_embeddings=True, rope_scaling=8.0, rope_theta=1e6),
+}  # fmt: skip
 PUBLISHED_SIZES = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
@@ -56,6 +62,12 @@ PUBLISHED_SIZES = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "deepseek-v3": 671_026_419_200,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
 }
 # Weights are large enough for every part of the model to matter.
 build = partial(our_model, dtype=torch.float64, factor=3, norms=(0.9, 1.2))
@@ -138,6 +150,8 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
 
     def norm(self, x):  # theirs computes in float32 whatever the model's dtype
         variance = x.pow(2).mean(-1, keepdim=True)
+        if hasattr(self, "eps"):  # Gemma's
+            return (1 + self.weight) * x * torch.rsqrt(variance + self.eps)
         return self.weight * x * torch.rsqrt(variance + self.variance_epsilon)
 
     def route(self, x):  # nor does theirs
@@ -160,18 +174,26 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
             module.forward = partial(route, module)
         if kind.endswith("TopkRouter"):
             module.forward = partial(in_float64(type(module).forward), module)
+        if hasattr(module, "embed_scale"):  # a buffer in float32
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     return model
+
+
+def ours_and_theirs(config: LlamaConfig) -> tuple[Llama, nn.Module]:
+    """Our model and transformers', with the same weights."""
+    ours = build(config)
+    theirs = peer_in_float64(config, eos_token_id=None, pad_token_id=None)
+    weights = to_hugging_face(config, dict(ours.named_parameters()))
+    loaded = theirs.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    return ours, theirs
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_loss_and_every_gradient_equal_transformers(name):
     config = CONFIGS[name]
-    ours = build(config)
-    theirs = peer_in_float64(config, eos_token_id=None)
-    weights = to_hugging_face(config, dict(ours.named_parameters()))
-    loaded = theirs.load_state_dict(weights, strict=False)
-    assert not loaded.unexpected_keys
-    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    ours, theirs = ours_and_theirs(config)
     tokens = tokens_of(config, 2, 48)
     assert relative(ours(tokens), theirs(tokens).logits) < 1e-10
     far = torch.arange(48).expand(2, -1) + 9000  # where the scaling of RoPE shows
@@ -196,6 +218,26 @@ def test_logits_loss_and_every_gradient_equal_transformers(name):
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         assert relative(gradient, expected[key]) < 1e-10, key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pieces_of_a_text_and_packed_documents_equal_transformers(name):
+    """A piece may be longer or shorter than a window, and so may a document."""
+    config = CONFIGS[name]
+    ours, theirs = ours_and_theirs(config)
+    tokens = tokens_of(config, 2, 48)
+    expected = theirs(tokens).logits
+    positions = torch.arange(48).expand(2, -1)
+    cache = KVCache()
+    for begin, end in ((0, 25), (25, 26), (26, 47), (47, 48)):
+        piece = slice(begin, end)
+        last = ours(tokens[:, piece], positions=positions[:, piece], cache=cache)
+        assert relative(last[:, 0], expected[:, end - 1]) < 1e-10
+    lengths = 5, 1, 42
+    packed = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    alone = [theirs(document).logits for document in tokens.split(lengths, 1)]
+    assert relative(ours(tokens, positions=packed), torch.cat(alone, 1)) < 1e-10
 
 
 # ------------------------------------------------------------------------------------- the loss

@@ -34,11 +34,12 @@ class Documents(NamedTuple):
         """Return whether `attention` can be used; if not, model.document_mask does the same."""
         return head_dim in kernel_widths(self.starts.device.type, dtype)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # here, since it imports the compiler
 
         rows = [tensor.flatten(0, 1) for tensor in cast_by_autocast(q, k, v)]  # [N, heads, E]
-        options = {"window_size": (-1, 0)}  # causal
+        earlier = window - 1 if window else -1  # tokens; -1: all
+        options = {"window_size": (earlier, 0)}  # no later ones: causal
         if VARLEN_TAKES_GQA:
             options["enable_gqa"] = q.shape[2] != k.shape[2]
         return varlen_attn(*rows, *self, **options).view_as(q)

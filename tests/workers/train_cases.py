@@ -30,7 +30,7 @@ from costs.page import sends
 from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, init_adapters, quantize_base
-from model import IGNORE, Llama, LlamaConfig, generator_for
+from model import IGNORE, Llama, LlamaConfig, generator_for, initial_value_of
 from models.family import families
 from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
@@ -191,10 +191,12 @@ def build(config: dict, lora: dict | None = None) -> Llama:
 @torch.no_grad()
 def initialize(model: Llama) -> None:
     """Initialize a model as if trained for a while: LoRA's B is not zero, or A would have no
-    gradient; nor are biases; and DoRA's magnitudes are not the norms of the base's rows."""
+    gradient; nor are biases and norms that start at 0; and DoRA's magnitudes are not the norms of
+    the base's rows."""
     model.init_weights(seed=3, assign=assign_shard)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        path, _, attribute = name.rpartition(".")
+        if initial_value_of(model.get_submodule(path), attribute) == 0.0:
             generator = generator_for(name, 0, torch.device("cpu"))
             value = torch.randn(parameter.shape, generator=generator)
             if "router" in name:  # which is added to probabilities; two experts have no tokens

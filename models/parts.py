@@ -1,0 +1,157 @@
+"""What several models have, and Llama has not: layers with a window among others, and YaRN."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import model
+from model import LlamaConfig, rope_angles
+from plumbing.messages import UserError
+from techniques.windows import attend_within
+
+
+@dataclass(frozen=True)
+class WindowConfig(LlamaConfig):
+    """Each layer attends to a window (techniques/windows.py), but every so many to everything."""
+
+    window: int = 4096  # tokens
+    full_every: int = 4  # layers
+
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.window, self.full_every) < 1:
+            raise ValueError(
+                f"window {self.window}, full_every {self.full_every}: choose 1 or more for each"
+            )
+
+    @property
+    def windows(self):
+        of_layers = []
+        for layer in range(self.n_layers):
+            is_full = (layer + 1) % self.full_every == 0
+            of_layers.append(0 if is_full else self.window)
+        return tuple(of_layers)
+
+
+class WindowAttention(model.Attention):
+    """Attention in the window of its layer. Layers with a window and without have RoPEs of their
+    own: cos, sin [2, B, T, 1, E/2]."""
+
+    def __init__(self, config: WindowConfig, layer: int):
+        super().__init__(config, layer)
+        self.window = config.windows[layer]
+
+    def forward(self, x, cos, sin, mask=None, cache=None):
+        kind = 0 if self.window else 1
+        return super().forward(x, cos[kind], sin[kind], mask, cache)
+
+    def attend(self, q, k, v, mask):
+        if self.window:
+            return attend_within(q, k, v, mask, self.window)
+        return super().attend(q, k, v, mask)
+
+
+def both_kinds(in_windows: tuple, in_others: tuple) -> tuple[Tensor, Tensor]:
+    """Return cos, sin [2, B, T, 1, E/2], given those of layers with a window and without."""
+    cos, sin = map(torch.stack, zip(in_windows, in_others))
+    return cos, sin
+
+
+# ------------------------------------------------------------------------------------------- YaRN
+
+YARN = dict(rope_type="yarn", original_max_position_embeddings=8192, beta_fast=32, beta_slow=1)
+
+
+def yarn_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what model.rope_angles does, scaled by YaRN (Peng et al. 2023, arXiv:2309.00071).
+
+    Pairs of features that turn more than 32 times within the 8,192 tokens of the first training
+    keep their speed, those that turn less than once are slowed down by `rope_scaling`, and in
+    between, pair by pair, the weight of the slow speed grows. Cosine and sine are scaled up, which
+    sharpens the softmax over the longer context."""
+    if config.rope_scaling == 1.0:
+        return rope_angles(config, positions)
+    E = config.head_dim
+
+    def pair_that_turns(times: float) -> float:
+        tokens = YARN["original_max_position_embeddings"]
+        return E / 2 * math.log(tokens / (times * 2 * math.pi)) / math.log(config.rope_theta)
+
+    first = max(math.floor(pair_that_turns(YARN["beta_fast"])), 0)
+    last = min(math.ceil(pair_that_turns(YARN["beta_slow"])), E - 1)
+    pairs = torch.arange(E // 2, dtype=torch.float32, device=positions.device)
+    old_share = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    frequencies = 1.0 / config.rope_theta ** (2 * pairs / E)  # [E/2] radians per token
+    slow = frequencies / config.rope_scaling
+    frequencies = slow * (1 - old_share) + frequencies * old_share
+    angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
+    scale = yarn_scale(config.rope_scaling)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def yarn_scale(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1
+
+
+def plain_angles(config: LlamaConfig, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Return the angles of RoPE with this theta, without scaling."""
+    return rope_angles(replace(config, rope_theta=theta, rope_scaling=1.0), positions)
+
+
+# -------------------------------------------------------------------- config.json of such models
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def flatten_rope(content) -> dict:
+    """Write RoPE into a config.json as transformers 4 does, where it is as in transformers 5: with
+    fields for each kind of layers. Return those of layers with a window, if any."""
+    rope = content.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or not rope.keys() & {WINDOWED, FULL}:
+        return {}
+    of_full = rope.get(FULL) or {}
+    of_windows = rope.get(WINDOWED) or {}
+    by_hand = content.get("rope_scaling") or {}
+    if not all(isinstance(fields, dict) for fields in (of_full, of_windows, by_hand)):
+        raise UserError(f"{content.path} is damaged: its RoPE is {rope}")
+    content["rope_scaling"] = of_full | by_hand
+    if of_windows.get("rope_type", "default") != "default":
+        raise UserError(f"{content.path} scales RoPE in windows: only that of other layers is here")
+    return of_windows
+
+
+def read_layers(content, every: int) -> dict:
+    """Return which layers have a window, of a config.json; `every` is for one without layer_types.
+
+    Raises UserError for another order of layers."""
+    if "layer_types" in content:
+        kinds = content.checked("layer_types", content["layer_types"], list)
+        n = content.checked("num_hidden_layers", content["num_hidden_layers"], int, 2**10)
+        every = kinds.index(FULL) + 1 if FULL in kinds else n + 1
+        if kinds != layer_types(n, every):
+            raise UserError(
+                f"{content.path} has layer_types {kinds}: only one full layer in so many works here"
+            )
+    return {"window": content["sliding_window"], "full_every": every}
+
+
+def layer_types(n: int, every: int) -> list[str]:
+    return [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(n)]
+
+
+def write_layers(config: WindowConfig, scaling: dict, theta: float) -> dict:
+    """Return the fields of a config.json for layers with windows: RoPE as transformers 5 has it,
+    with `scaling` in full layers and `theta` in others. formats.py writes it as transformers 4."""
+    of_full = {"rope_type": "default"}
+    if config.rope_scaling != 1.0:
+        of_full = scaling | {"factor": config.rope_scaling}
+    return {
+        "layer_types": layer_types(config.n_layers, config.full_every),
+        "sliding_window": config.window,
+        "rope_parameters": {
+            FULL: of_full | {"rope_theta": config.rope_theta},
+            WINDOWED: {"rope_type": "default", "rope_theta": theta},
+        },
+    }
