@@ -56,7 +56,6 @@ class LlamaConfig:
     attention_weights = 0  # in the matrices of a block's attention; 0: those of wq, wk, wv and wo
     gathered_dims = ()  # widths of what attention takes of all tokens; (): x itself
     dense_dim = 0  # width of the feed-forward in layers without experts, if others have them
-    may_be_zero = ()  # fields that count something of which a model may have none
     windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): all layers
 
     def __post_init__(self):
@@ -98,8 +97,7 @@ PRESETS = {
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),
-    # As published by Meta: D, layers, H, F; KV is 8.
-    "llama3-8b": _llama(4096, 32, 32, 14_336, max_seq_len=8192),
+    "llama3-8b": _llama(4096, 32, 32, 14_336, max_seq_len=8192),  # Meta's: D, layers, H, F
     "llama3.2-1b": _llama(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
     "llama3.2-3b": _llama(3072, 28, 24, 8192, rope_scaling=32.0, tie_embeddings=True),
     "llama3.1-8b": _llama(4096, 32, 32, 14_336, rope_scaling=8.0),
@@ -223,6 +221,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
     saved_products = ("wk", "wo")  # layers whose output selective checkpointing keeps
+    attend = staticmethod(attend)
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -254,9 +253,6 @@ class Attention(nn.Module):
         # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them.
         # Code for one head, such as q[:, :, 0], would then change a different head on each rank.
         return features.unflatten(-1, (-1, self.head_dim))
-
-    def attend(self, q, k, v, mask):
-        return attend(q, k, v, mask)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

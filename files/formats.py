@@ -21,7 +21,7 @@ from torch import Tensor
 from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors
 from model import LlamaConfig
-from models.family import families, family_of
+from models.family import families, family_of, own_fields
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
 
@@ -137,7 +137,7 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
         own = getattr(default, name, None)
         like = own if isinstance(own, int | float | str) else value
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-        above = -1 if name in kind.may_be_zero else 0
+        above = -1 if name in own_fields(kind) else 0
         fields[name] = file.checked(name, value, type(like), limit, above)
     try:
         config = kind(**fields)

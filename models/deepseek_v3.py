@@ -54,10 +54,11 @@ class DeepseekV3Config(mixtral.MixtralConfig):
     rope_original: int = 4096  # the longest sequence before rope_scaling
     rope_mscale: float = 1.0  # by how much the scores grow with rope_scaling
 
-    may_be_zero = "n_dense", "q_rank"
-
     def __post_init__(self):
         super().__post_init__()
+        for name in ("n_shared", "n_groups", "top_groups", "dense_dim", "kv_rank", "rope_original"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: choose 1 or more")
         if self.n_experts % self.n_groups or self.n_experts < 2 * self.n_groups:
             raise ValueError(
                 f"n_experts {self.n_experts} in n_groups {self.n_groups}: choose n_experts as a "
@@ -75,8 +76,6 @@ class DeepseekV3Config(mixtral.MixtralConfig):
             )
         if not 0 < self.value_dim <= self.head_dim:
             raise ValueError(f"value_dim {self.value_dim}: choose head_dim {self.head_dim} at most")
-        if self.n_shared < 1:
-            raise ValueError(f"n_shared {self.n_shared}: choose 1 or more")
 
     def build(self):
         return DeepseekV3(self)
@@ -242,7 +241,8 @@ def score_scale(c: DeepseekV3Config) -> float:
 
 
 def plan():
-    from techniques.parallel_layers import NORM, GatheredColumns, GatherFeatures, OwnTokens
+    from techniques.more_layers import GatheredColumns, GatherFeatures, OwnTokens
+    from techniques.parallel_layers import NORM
 
     whole = OwnTokens()
     gathered_columns = GatheredColumns()

@@ -47,7 +47,7 @@ class Olmo2(model.Llama):
 
 
 def plan():
-    from techniques.parallel_layers import SharedNorm
+    from techniques.more_layers import SharedNorm
 
     norm = SharedNorm()
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}

@@ -27,6 +27,7 @@ or methods, tell them what they have to know. Each may be left out:
     product           what forward computes with its parameters, which --tp replaces
     shard_product     (mesh): called when its parameters have become shards
     weight_dim        of a style in PLAN: the dimension of a layer's weight that it shards
+    attention         of what is given as a mask: it computes attention itself
     sums              of a style in PLAN: how many numbers of a token ranks sum up (costs/)
     only_for          of a style in PLAN: the classes of layers that it is for
 
@@ -36,7 +37,7 @@ What is set on objects of others, by one file for another:
     model.vocabulary  parallel.py makes it that of a shard
     module.forward    replaced by what recomputes, compiles, sends or computes by stages
     layer.product     replaced by that of shards, of chunks of the tokens, or of a rank's tokens
-    module.all_tokens  parallel_layers.py: all-gathers features of a rank's tokens
+    module.all_tokens  more_layers.py: all-gathers features of a rank's tokens
     layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
     layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates

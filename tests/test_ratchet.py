@@ -32,6 +32,7 @@ RATCHET = {
 }
 # file -> the one that it counts as
 PART_OF = {
+    "files.conversion": "checkpoint",
     "files.loading": "checkpoint",
     "files.save_checks": "checkpoint",
     "costs.plans": "costs.search",

@@ -30,7 +30,7 @@ class Gated(model.Llama):
 
 
 def plan():
-    from techniques.parallel_layers import OwnTokens
+    from techniques.more_layers import OwnTokens
 
     return {"layers.*.gate": OwnTokens()}
 
