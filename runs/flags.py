@@ -131,7 +131,7 @@ def sizes_of(config: type[LlamaConfig]) -> type:
         if kind in (int, str) and f.name not in FOLLOWING:
             help = f"{f.name} of the model, in place of the preset's"
             argument = positive_int if kind is int else str
-            if f.name in own_fields(config):  # which its configuration checks
+            if kind is int and f.name in own_fields(config):  # which its configuration checks
                 argument = nonnegative_int
             sizes.append((f.name, f.type, flag(None, help, MODEL, argument, may_change=True)))
     return make_dataclass("Sizes", sizes, frozen=True)

@@ -133,7 +133,8 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "dropout of scores": (
         {"v: Tensor, mask) ->": "v: Tensor, mask, p) ->", "options = dict(": "options = dict("
-         "dropout_p=p, ", "self.attend(q, k, v, mask)": "self.attend(q, k, v, mask, self.training)"},
+         "dropout_p=p / 10, ", "self.attend(q, k, v, mask)":
+         "self.attend(q, k, v, mask, self.training)"},
         dict(cp=2), "attend has dropout"),
     "no writes_to_stream": (
         {'    writes_to_stream = ("w2",)\n': ""}, {},
