@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 import lora
 from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
-from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, units
+from costs.shapes import (
+    Unit,
+    blocks_norm_outputs,
+    numbers_summed,
+    shapes_on_rank,
+    size_on_rank,
+    units,
+)
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
@@ -317,7 +324,10 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     x = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of one rank along tp
     ends = has_embedding + has_output
     gathers = 4 * L + 2 * L * again + ends + references * (2 * L + has_output)
-    scatters = 4 * L + L * p.repeats_attention + ends + references * (2 * L + has_embedding)
+    repeated = 2 if blocks_norm_outputs(part) else 1  # the second is w2's
+    scatters = (
+        4 * L + repeated * L * p.repeats_attention + ends + references * (2 * L + has_embedding)
+    )
     yield "tp", "all-gather", m * gathers, p.tp * x
     yield "tp", "reduce-scatter", m * scatters, p.tp * x
     if has_output:  # the loss gathers each token's logsumexp and target logit

@@ -81,6 +81,7 @@ class FeedForward(model.FeedForward):
 
 class Block(model.Block):
     attention_type, feed_forward_type = Attention, FeedForward
+    norms_outputs = True
 
     def __init__(self, config: Gemma3Config, layer: int):
         super().__init__(config, layer)

@@ -32,7 +32,7 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     the last T keys.
 
     q [B, T, H, E], k, v [B, S, KV, E], mask as there -> same shape as q."""
-    if hasattr(mask, "attention"):
+    if not (mask is None or isinstance(mask, Tensor)):  # it computes attention itself
         return mask.attention(q, k, v, window)
     T = q.shape[1]
     S = min(k.shape[1], T + window - 1)  # the last S keys are in some query's window
