@@ -48,7 +48,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import attend, document_mask
 from techniques.technique import Technique
-from techniques.windows import attend_within
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
@@ -135,6 +134,8 @@ class SharedSequences(NamedTuple):
         for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
             seen = k[:, :end], v[:, :end], mask
             if window:
+                from techniques.windows import attend_within  # here: most models have none
+
                 attended.append(attend_within(queries, *seen, window))
             else:
                 attended.append(attend(queries, *seen))
