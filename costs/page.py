@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 import lora
 from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
-from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, units
+from costs.shapes import (
+    Unit,
+    blocks_norm_outputs,
+    numbers_summed,
+    shapes_on_rank,
+    size_on_rank,
+    units,
+)
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
@@ -328,7 +335,10 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     x = feature * c.dim
     ends = has_embedding + has_output
     gathers = 3 * L + L * again + ends + references * (L + has_output)
-    scatters = 3 * L + L * p.repeats_attention + ends + references * (2 * L + has_embedding)
+    repeated = L * p.repeats_attention
+    if blocks_norm_outputs(part):  # w2's, too
+        repeated *= 2
+    scatters = 3 * L + repeated + ends + references * (2 * L + has_embedding)
     yield "tp", "all-gather", m * gathers, p.tp * x
     yield "tp", "reduce-scatter", m * scatters, p.tp * x
     if has_output:  # the loss gathers each token's logsumexp and target logit

@@ -117,6 +117,11 @@ def numbers_summed(part: Llama) -> int:
     return sum(getattr(style, "sums", 0) for style in styles)
 
 
+def blocks_norm_outputs(part: Llama) -> bool:
+    block = next(iter(part.layers.values()))
+    return getattr(block, "norms_outputs", False)
+
+
 def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list[int]:
     """Return for each layer seq_len, or so many `times` its window, if that is less."""
     windows = config.windows or [0] * config.n_layers

@@ -1,6 +1,6 @@
 """Gemma 3, text alone (Gemma Team 2025, arXiv:2503.19786).
 
-What differs from Llama:
+What differs from Llama: nearly all parts of a block, and the embedding.
 
     norms         multiply by 1 + weight, and two more stand after attention and feed-forward
     attention     queries and keys are normalized, head by head; scores are divided by
@@ -81,6 +81,7 @@ class FeedForward(model.FeedForward):
 
 class Block(model.Block):
     attention_type, feed_forward_type = Attention, FeedForward
+    norms_outputs = True
 
     def __init__(self, config: Gemma3Config, layer: int):
         super().__init__(config, layer)

@@ -36,6 +36,7 @@ class Attention(model.Attention):
 
 class Block(model.Block):
     attention_type = Attention
+    norms_outputs = True
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))

@@ -245,10 +245,12 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     repeated = int(parallel.checkpointing != "none")
     gathers = 4 + 2 * repeated
     scatters = 4 + parallel.repeats_attention
+    block = next(iter(model.layers.values()))
+    of_w2 = parallel.repeats_attention * getattr(block, "norms_outputs", False)
     tokens = work.microbatch * math.ceil(work.length / n)
     message = tokens * work.model.config.dim * parallel.weight_bytes  # bytes of a chunk
     yield "tp", "all-gather", -gathers * calls, n * message
-    yield "tp", "reduce-scatter", -scatters * calls, n * message
+    yield "tp", "reduce-scatter", -(scatters + of_w2) * calls, n * message
     yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
 
 

@@ -21,6 +21,8 @@ or methods, tell them what they have to know. Each may be left out:
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss
+    norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
+                      backward needs w2's output, too
     used              how many of its stacked matrices a token is multiplied by
     sharded_dims      (dim) -> the dimension on which --tp shards each parameter if it shards the
                       weight on `dim`, for a layer with more parameters than weight and bias

@@ -32,7 +32,7 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     the last T keys.
 
     q [B, T, H, E], k, v [B, S, KV, E], mask as there -> same shape as q."""
-    if hasattr(mask, "attention"):
+    if not (mask is None or isinstance(mask, Tensor)):  # it computes attention itself
         return mask.attention(q, k, v, window)
     T = q.shape[1]
     S = min(k.shape[1], T + window - 1)  # the last S keys are in some query's window
@@ -44,8 +44,8 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
         return fold(q, k, v, mask, window)
     if mask is None and S <= window:  # causal attention sees no more than the window
         return attend(q, k, v, None)
-    ones = torch.ones(T, S, dtype=torch.bool, device=q.device)
-    in_window = ones.tril(S - T).triu(S - T - window + 1)
+    causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    in_window = causal.triu(S - T - window + 1)
     return attend(q, k, v, both(in_window, mask))
 
 
@@ -69,9 +69,11 @@ def fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> T
 
     def groups_of_keys(x: Tensor) -> Tensor:
         padded = F.pad(x, (0, 0, 0, 0, before, after))  # [B, (n + 1) W, KV, E]
-        return padded.unfold(1, 2 * W, W).movedim(-1, 2).flatten(0, 1)  # [B n, 2 W, KV, E]
+        groups = padded.unfold(1, 2 * W, W)  # [B, n, KV, E, 2 W]
+        return groups.movedim(-1, 2).flatten(0, 1)  # [B n, 2 W, KV, E]
 
-    queries = F.pad(q, (0, 0, 0, 0, 0, after)).view(B * n, W, *q.shape[2:])
+    queries = F.pad(q, (0, 0, 0, 0, 0, after))
+    queries = queries.view(B * n, W, *q.shape[2:])
     query = torch.arange(W, device=q.device)[:, None]
     key = torch.arange(2 * W, device=q.device)
     first_key = W * torch.arange(n, device=q.device)[:, None, None]  # of each group
@@ -80,10 +82,13 @@ def fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> T
     visible = in_window & exists  # [n, W, 2 W]
     visible = visible[:, None].repeat(B, 1, 1, 1)  # [B n, 1, W, 2 W]
     if mask is not None:
-        padded = F.pad(mask.expand(B, -1, -1, -1), (before, after, 0, after), value=True)
+        rows = mask.expand(B, -1, -1, -1)
+        padded = F.pad(rows, (before, after, 0, after), value=True)
         pairs = padded.unflatten(2, (n, W)).unfold(-1, 2 * W, W)  # [B, 1, n, W, n, 2 W]
-        mask = pairs.diagonal(dim1=2, dim2=4).movedim(-1, 1).flatten(0, 1)  # [B n, 1, W, 2 W]
+        mask = pairs.diagonal(dim1=2, dim2=4)  # [B, 1, W, 2 W, n]
+        mask = mask.movedim(-1, 1).flatten(0, 1)  # [B n, 1, W, 2 W]
     keys = groups_of_keys(k)
     values = groups_of_keys(v)
     out = attend(queries, keys, values, both(visible, mask))
-    return out.reshape(B, n * W, *q.shape[2:])[:, :T]
+    out = out.reshape(B, n * W, *q.shape[2:])
+    return out[:, :T]

@@ -419,6 +419,14 @@ def test_sampling_follows_temperature_top_k_and_top_p():
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
+def test_flops_of_a_window_are_those_of_its_tokens():
+    """Three of four layers attend to 16 tokens."""
+    full = build(like(SMALL, "olmo3", n_layers=4, window=64))
+    in_windows = build(like(SMALL, "olmo3", n_layers=4, window=16))
+    left_out = 3 * 4 * SMALL.q_dim * 3 * (64 - 16)
+    assert flops_per_token(full, 64) - flops_per_token(in_windows, 64) == left_out
+
+
 @pytest.mark.parametrize("name", ["mha", "gqa", "tied"])
 def test_flops_by_formula_equal_flops_counted(name):
     config = CONFIGS[name]

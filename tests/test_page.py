@@ -124,6 +124,7 @@ DEEPSEEK = like(
 )  # fmt: skip
 TIED_4 = replace(CHUNKY, n_layers=4, tie_embeddings=True)
 UNEVEN = replace(CHUNKY, n_layers=4, vocab_size=516)
+GEMMA3 = like(WIDE, "gemma3", window=64, full_every=4, tie_embeddings=True, score_dim=64)
 EXACT = {  # a model, and how it is split
     "DDP": (WIDE, dict(dp="ddp", replicate=4)),
     "ZeRO-1": (WIDE, dict(dp="zero1", replicate=4)),
@@ -142,6 +143,13 @@ EXACT = {  # a model, and how it is split
     "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
     # tp shards a bias with its rows. Of 64 elements of a rank FSDP has 22 in each of 3 shards.
     "FSDP x TP, biases": (like(WIDE, "qwen2"), dict(dp="fsdp", shard=3, tp=2)),
+    # Ranks sum up squares; norms of outputs need w2's output again.
+    "TP, norms over all heads": (like(WIDE, "olmo2"), dict(tp=2, replicate=2)),
+    "TP, the same recomputed": (like(WIDE, "olmo2"), dict(tp=2, checkpointing="full")),
+    "TP, windows": (like(WIDE, "olmo3", window=64), dict(tp=2, checkpointing="selective")),
+    "CP, windows": (like(WIDE, "olmo3", window=200), dict(dp="fsdp", shard=4, cp=2)),
+    "FSDP, Gemma": (GEMMA3, dict(dp="fsdp", shard=4)),
+    "TP, Gemma": (GEMMA3, dict(tp=2, checkpointing="full")),
     "EP": (like(WIDE, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
     "EP x TP": (like(WIDE, "mixtral", n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
     "EP, latents": (DEEPSEEK, dict(dp="hsdp", replicate=2, shard=4, ep=2)),

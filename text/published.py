@@ -21,7 +21,7 @@ from text.settings import listed_tokens, special_names
 from text.vocabulary import BYTE_OF_CHARACTER, OtherKind, Tokenizer
 
 # Names of tokens that end a text, for a tokenizer.json of which no other file says what does.
-ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> </s>".split()
+ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|end_of_text|> <end_of_turn> <eos> </s>".split()
 
 
 class PublishedTokenizer(Tokenizer):
