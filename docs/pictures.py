@@ -247,14 +247,17 @@ def draw_mesh(path: Path) -> None:
 
 def draw_models(path: Path) -> None:
     """The blocks of all families side by side; what differs from Llama's is filled."""
-    figure, (ax,) = new_figure(1.2 + 1.55 * len(BLOCKS), 2.6)
+    figure, (ax,) = new_figure(1.2 + 1.4 * len(BLOCKS), 2.7)
     for column, (family, cells) in enumerate(BLOCKS.items()):
         ax.text(column, 0.75, family, ha="center", weight="bold", color=INK)
         for row, (cell, of_llama) in enumerate(zip(cells, BLOCKS["llama"])):
             differs = row > 0 and cell != of_llama
             ax.add_patch(rounded(column - 0.47, -row - 0.36, 0.94, 0.72,
                                  BLUE if differs else "none", edgecolor=GREY))  # fmt: skip
-            words = cell.replace(", ", ",\n") if len(cell) > 17 else cell
+            words = cell
+            if len(cell) > 17:  # in two lines
+                middle = cell.find(" ", len(cell) // 2 - 2)
+                words = f"{cell[:middle]}\n{cell[middle + 1 :]}"
             ax.text(column, -row, words, ha="center", va="center", fontsize=7.5, color=INK)
     for row, name in enumerate(ROWS):
         ax.text(-0.6, -row, name, ha="right", va="center", color=GREY)

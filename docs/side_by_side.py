@@ -31,6 +31,9 @@ SHOWN = {  # a preset of each family in docs/models.md
     "qwen3": "qwen3-8b",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "olmo2": "olmo2-7b",
+    "olmo3": "olmo3-7b",
+    "gemma3": "gemma3-4b",
     "deepseek_v3": "deepseek-v3",
 }
 
@@ -43,6 +46,9 @@ BLOCKS = {
     "qwen3": ("2025", "before each part", "q and k normed", "RoPE", "SwiGLU"),
     "mixtral": ("2024", "before each part", "grouped queries", "RoPE", "8 experts, 2 used"),
     "qwen3_moe": ("2025", "before each part", "q and k normed", "RoPE", "128 experts, 8 used"),
+    "olmo2": ("2024", "after each part", "q and k normed", "RoPE", "SwiGLU"),
+    "olmo3": ("2025", "after each part", "windows in 3 of 4", "YaRN in full layers", "SwiGLU"),
+    "gemma3": ("2025", "before and after", "windows in 5 of 6", "two RoPEs", "GeGLU"),
     "deepseek_v3": ("2024", "before each part", "by latents", "YaRN", "256 experts, 8 used"),
 }
 

@@ -154,7 +154,7 @@ def nested(**of_windows) -> dict:
     (GEMMA3_1B, dict(quantization_config={"bits": 4}), "has quantized weights"),
     (GEMMA3_1B, dict(model_type="gemma3"), "has model_type gemma3: only"),
     (GEMMA3_1B, dict(rope_parameters={"full_attention": 3}), "is damaged: its RoPE"),
-    (GEMMA3_1B, dict(sliding_window_pattern=0), "full_every cannot be 0"),
+    (GEMMA3_1B, dict(sliding_window_pattern=0), "choose 1 or more for each"),
 ], ids=str)  # fmt: skip
 def test_variants_that_are_not_here_are_refused(content, changes, message, tmp_path):
     if not message:
