@@ -6,6 +6,7 @@ and test_export.py; test_exact.py trains them under every split."""
 import json
 import math
 import random
+import runpy
 import shutil
 
 import pytest
@@ -101,9 +102,35 @@ def test_a_students_file_trains_alike_on_every_split(name, split, corpus, tmp_pa
     for options, nproc in ((dict(), 0), (SPLITS[split], 2)):
         out = tmp_path / f"{nproc}"
         run = ["--model", name, *flags(corpus, out, save_every=0, **options)]
+        if name == "sinks.py" and "cp" in options:
+            refused(launch_script(*copy, "train.py", *run, nproc=nproc), "sinks need a mask")
+            return
         succeed(*copy, "train.py", *run, nproc=nproc)
         found.append(metrics(out))
     same_metrics(found[1], found[0])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sink_takes_its_share_of_the_softmax(masked):
+    """Against the scores written out, with gradients."""
+    attend_with_sinks = runpy.run_path(str(CHANGES / "sinks.py"))["attend_with_sinks"]
+    torch.manual_seed(0)
+    q = torch.randn(2, 9, 4, 6, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 9, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()
+    if masked:
+        visible[5:, :3] = False
+    keys, values = (x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v))
+    scores = (q.transpose(1, 2) @ keys.mT / 6**0.5).masked_fill(~visible, -torch.inf)
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(2, 4, 9, 1)], 3).softmax(3)
+    expected = (with_sink[..., :-1] @ values).transpose(1, 2)
+    found = attend_with_sinks(q, k, v, visible[None, None] if masked else None, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad((weights * x).sum(), (q, k, v, sinks))
+                              for x in (found, expected))):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_file_is_found_again_or_missed_in_a_line(corpus, tmp_path):
