@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
     "top": 27_830, "techniques": 21_575, "costs": 9_025, "perf": 10_615, "runs": 13_060,
-    "files": 13_485, "text": 18_185, "models": 5_320, "plumbing": 9_175, "labs": 59_950, "tests": 130_210,
+    "files": 13_485, "text": 18_185, "models": 5_320, "plumbing": 9_175, "labs": 59_950, "tests": 130_270,
     "docs": 6_955,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
