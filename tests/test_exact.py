@@ -194,6 +194,8 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 BIASED = PLAIN | dict(tp=2, async_tp=True, family="qwen2")
+NORMED = PLAIN | dict(tp=2, checkpointing="full", family="olmo2", generate=True)
+WINDOWED = PLAIN | dict(dp="fsdp", cp=2, family="olmo3", packed=True)
 # Without experts --ep is refused, so that few draws have it.
 EP = PLAIN | dict(dp="fsdp", ep=2, family="mixtral")
 EP_2 = [
@@ -212,7 +214,7 @@ LATENTS_2 = [
 ]
 LATENTS_4 = [LATENTS | dict(cp=2, ep=4, checkpointing="full", microbatch=4), LATENTS | dict(pp=2)]
 QUICK = named(1, DRAWN[1])
-QUICK |= named(2, [*DRAWN[2], BIASED, *EP_2, *LATENTS_2])
+QUICK |= named(2, [*DRAWN[2], BIASED, NORMED, WINDOWED, *EP_2, *LATENTS_2])
 QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, *LATENTS_4])
 WIDE = ODD | dict(dim=240, ffn_dim=1400)
 QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)

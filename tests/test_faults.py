@@ -29,13 +29,18 @@ FAULTS = {
     "parallel_layers": [
         ("Shard(1)  # placements", "Shard(2)  # placements"),
         ("operand.to_local(grad_placements=[Partial()])", "operand.to_local()"),
+    ],
+    "more_layers": [
         ("whole.to_local(grad_placements=[Partial()])", "whole.to_local()"),
+        ("squares.full_tensor(grad_placements=[Partial()])", "squares.to_local() * 2"),
+        ("squares.full_tensor(grad_placements=[Partial()])", "squares.full_tensor()"),
     ],
     "context_parallel": [
         ("own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
         ("*second.flip(0).unbind(0)", "*second.unbind(0)"),
         ("return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
         ("parts.full_tensor(grad_placements=[Partial()])", "parts.full_tensor()"),
+        ("attend_within(queries, *seen, window)", "attend(queries, *seen)"),
         ("sums.full_tensor(grad_placements=[Partial()])", "sums.full_tensor()"),
         (" * (self.mesh.get_local_rank() == 0)", ""),  # pairs counted on each rank
         ("batch.targets, positions)]", "batch.targets, positions * 0 + 1)]"),
