@@ -49,7 +49,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 28_444, "techniques": 22_308, "costs": 9_187, "perf": 10_635, "runs": 12_641,
     "files": 14_397, "models": 8_216, "text": 18_165, "plumbing": 9_099, "labs": 59_967,
-    "tests": 135_300, "docs": 8_362,
+    "tests": 135_850, "docs": 9_027,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
