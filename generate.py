@@ -193,9 +193,10 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
 
 def take_rows(cache: KVCache, rows: Tensor) -> None:
     """Keep these rows of a cache, in this order; a row may be taken several times."""
-    cache.positions = cache.positions[rows]
-    for layer, (k, v) in cache.layers.items():
-        cache.layers[layer] = k[rows], v[rows]
+    for part in cache.parts or [cache]:
+        part.positions = part.positions[rows]
+        for layer, (k, v) in part.layers.items():
+            part.layers[layer] = k[rows], v[rows]
 
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):

@@ -48,7 +48,6 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-
     # No fields, but what costs and refusals ask about a block; files of models/ answer otherwise.
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
@@ -178,6 +177,7 @@ class KVCache:
     def __init__(self):
         self.positions: Tensor | None = None  # [B, S]
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, S, KV, E]
+        self.parts: list[KVCache] = []  # in place of these, in a pipeline: a cache for each stage
 
     def add_positions(self, positions: Tensor) -> Tensor:
         """Append the positions of new tokens [B, T] and return all positions [B, S]."""

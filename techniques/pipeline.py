@@ -25,7 +25,6 @@ under FSDP, without an error, and its 1F1B refuses fewer microbatches than stage
 
 import copy
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,8 +207,6 @@ class Pipeline(nn.Module):
             blocks = list(stage.layers.values())
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
-        # Of the whole model's cache -> those of this rank's stages.
-        self.caches = weakref.WeakKeyDictionary()
         self.ticks = functools.cache(self.make_ticks)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
@@ -313,7 +310,9 @@ class Pipeline(nn.Module):
         batched, since for single ones NCCL would make a communicator of each two ranks."""
         caches = {}
         if cache is not None:
-            caches = self.caches.setdefault(cache, {s: KVCache() for s in self.stages})
+            if not cache.parts:
+                cache.parts.extend(KVCache() for _ in self.stages)
+            caches = dict(zip(self.stages, cache.parts))
         x = tokens
         for stage in range(self.last_stage + 1):
             here = stage % self.p
