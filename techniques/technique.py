@@ -18,6 +18,7 @@ or methods, tell them what they have to know. Each may be left out:
                       Linear or Embedding: weight decay and Muon are for these
     initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
     token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
+    norms_outputs     True, of a block: norms stand after its parts, and need their outputs again
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss
