@@ -140,11 +140,11 @@ def stream(
     model itself, without temperature, top_k and top_p."""
     device = next(model.parameters()).device
     draws = []
-    for number in range(len(prompts)) if numbers is None else numbers:
+    for number in numbers or range(len(prompts)):
         generator = generator_for(f"row {number}", seed, torch.device("cpu"))
         draws.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
     uniform = torch.stack(draws, 1).to(device)  # [max_new_tokens, B]
-    distinct = [*dict.fromkeys(map(tuple, prompts))]  # each is read once
+    distinct = list(dict.fromkeys(map(tuple, prompts)))  # each is read once
     tokens, positions = left_padded(distinct, device)
     cache = KVCache()
     for part, at in zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1)):
@@ -153,7 +153,8 @@ def stream(
     take_rows(cache, rows)
     last = last[rows]
     positions = positions[rows, -1:]  # [B, 1]
-    running = [*range(len(prompts))]  # the prompts whose rows are left
+    running = torch.arange(len(prompts), device=device)  # the prompts whose rows are left,
+    alive = running.tolist()  # and the same on the host
     for step, drawn in enumerate(uniform):
         if step > 0:
             positions = positions + 1
@@ -168,16 +169,18 @@ def stream(
             of_step = wide.new_zeros(len(prompts))
             of_step[running] = log_p_of_all.gather(1, tokens[:, None]).squeeze(1)
             log_p.append(of_step)
-        new = dict(zip(running, tokens.tolist()))
+        new = dict(zip(alive, tokens.tolist()))
         yield [new.get(prompt) for prompt in range(len(prompts))]
         left = [row for row, token in enumerate(new.values()) if token not in stop]
         if not left:
             return
-        if len(left) < len(running):  # what is finished leaves the batch
+        if len(left) < len(alive):  # finished rows leave the batch
             rows = torch.tensor(left, device=device)
             take_rows(cache, rows)
-            tokens, positions = tokens[rows], positions[rows]
-            running = [running[row] for row in left]
+            tokens = tokens[rows]
+            positions = positions[rows]
+            running = running[rows]
+            alive = running.tolist()
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

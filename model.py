@@ -51,10 +51,10 @@ class LlamaConfig:
     # No fields, but what costs and refusals ask about a block; files of models/ answer otherwise.
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
-    normed_dim = 0  # features that a block normalizes beside the residual stream
-    attention_weights = 0  # in the matrices of a block's attention; 0: those of wq, wk, wv and wo
-    gathered_dims = ()  # widths of what attention takes of all tokens; (): x itself
-    dense_dim = 0  # width of the feed-forward in layers without experts, if others have them
+    normed_dim = 0  # features that a block normalizes, but for its two norms of x
+    attention_weights = 0  # how many a block's attention has; 0: those of wq, wk, wv and wo
+    gathered_dims = ()  # under --tp: widths of what ranks gather for attention; (): of x
+    dense_dim = 0  # width of a feed-forward without experts, in a model that has some with
     windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): all layers
 
     def __post_init__(self):
@@ -177,7 +177,7 @@ class KVCache:
     def __init__(self):
         self.positions: Tensor | None = None  # [B, S]
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, S, KV, E]
-        self.parts: list[KVCache] = []  # in place of these, in a pipeline: a cache for each stage
+        self.parts: list[KVCache] = []  # under --pp a cache for each stage, and none here
 
     def add_positions(self, positions: Tensor) -> Tensor:
         """Append the positions of new tokens [B, T] and return all positions [B, S]."""
@@ -221,7 +221,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
     saved_products = ("wk", "wo")  # layers whose output selective checkpointing keeps
-    attend = staticmethod(attend)
+    attend = staticmethod(attend)  # a subclass may have a method of its own
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -300,7 +300,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights reads it from each module with layers
+    writes_to_stream = ()  # init_weights asks each module that holds a matrix
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -375,7 +375,7 @@ class Llama(nn.Module):
         Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
         at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
         so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
-        2019). They depend on seed, name and shape alone, on any split. A GPU draws others."""
+        2019). A value depends on seed, name and shape, and not on the split; a GPU draws others."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():
@@ -401,7 +401,7 @@ def initial_value_of(layer: nn.Module, attribute: str) -> float | str | None:
         return 0.0
     if attribute == "weight" and isinstance(layer, nn.Linear | nn.Embedding):
         return "normal"
-    if attribute == "weight" and isinstance(layer, nn.RMSNorm):
+    if attribute == "weight" and isinstance(layer, nn.RMSNorm):  # torch's, of a changed model
         return 1.0
     return getattr(layer, "initial_value", None)
 

@@ -16,17 +16,11 @@ from typing import NamedTuple
 
 import lora
 from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
-from costs.shapes import (
-    Unit,
-    blocks_norm_outputs,
-    numbers_summed,
-    shapes_on_rank,
-    size_on_rank,
-    units,
-)
+from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
+from techniques.parallel_layers import blocks_that_norm_outputs
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -324,9 +318,9 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "cp", "reduce-scatter", m * L, kv
 
     # Sums of squares of a token's features, which only full checkpointing computes again.
-    sums = L * numbers_summed(part)
+    passes = 2 + p.repeats_attention + references
     squares = work.microbatch * work.length * max(4, w)
-    yield "tp", "all-reduce", m * sums * (2 + p.repeats_attention + references), squares
+    yield "tp", "all-reduce", m * numbers_summed(part) * passes, squares
 
     feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
     for width in c.gathered_dims or (c.dim,):
@@ -335,9 +329,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     x = feature * c.dim
     ends = has_embedding + has_output
     gathers = 3 * L + L * again + ends + references * (L + has_output)
-    repeated = L * p.repeats_attention
-    if blocks_norm_outputs(part):  # w2's, too
-        repeated *= 2
+    repeated = (L + blocks_that_norm_outputs(part)) * p.repeats_attention  # wo's, and these w2's
     scatters = 3 * L + repeated + ends + references * (2 * L + has_embedding)
     yield "tp", "all-gather", m * gathers, p.tp * x
     yield "tp", "reduce-scatter", m * scatters, p.tp * x

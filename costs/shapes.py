@@ -108,18 +108,13 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     return found
 
 
+@functools.lru_cache(256)
 def numbers_summed(part: Llama) -> int:
-    """Return how many numbers of a token ranks along tp sum up in a block of a rank's part."""
-    number, block = next(iter(part.layers.items()))
-    styles = [
-        style_of(f"layers.{number}.{below}", part.config) for below, _ in block.named_modules()
-    ]
-    return sum(getattr(style, "sums", 0) for style in styles)
-
-
-def blocks_norm_outputs(part: Llama) -> bool:
-    block = next(iter(part.layers.values()))
-    return getattr(block, "norms_outputs", False)
+    """Return how many numbers of a token ranks along tp sum up in the blocks of a rank's part."""
+    numbers = 0
+    for path, _ in part.layers.named_modules(prefix="layers"):
+        numbers += getattr(style_of(path, part.config), "sums", 0)
+    return numbers
 
 
 def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list[int]:

@@ -73,7 +73,7 @@ def export_weights(
     check_is_published(config, stored)
     if dtype == Q8_0 and format != "gguf":
         raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
-    if dtype and format != "gguf":  # which keeps norms in float32
+    if dtype and format != "gguf":  # gguf.py casts matrices alone
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     stored = with_progress_of(stored, f"writing {target}")
     if format == "gguf" and not tokenizer:
@@ -81,6 +81,7 @@ def export_weights(
     with new_directory(target) as temporary:
         if format == "gguf":
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, dtype)
+            # No file of llama.cpp is read here: this is all that it holds.
             fields = (*HF_FIELDS, "rope_scaling", "head_dim")
             read_back = type(config)(**{name: getattr(config, name) for name in fields})
         else:

@@ -1,5 +1,6 @@
-"""Export a model: check that it is one that others publish, and write Hugging Face's files or, by
-gguf.py, llama.cpp's. formats.py has the names, and reads Hugging Face's files."""
+"""Check that a model is one that others publish, and write it as Hugging Face has it.
+
+formats.py has the names, and reads such files; gguf.py writes llama.cpp's."""
 
 import functools
 import json
@@ -22,21 +23,21 @@ MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
 
 def check_is_published(config: LlamaConfig, weights: Weights) -> None:
     """Raise UserError if a model is not what others publish: if its code has other weights, or
-    computes other logits. One with a padded vocabulary computes the same logits, and is none."""
+    computes other logits. One with a padded vocabulary computes the same, and is refused, too."""
     for name in weights:
-        hf_names(name, config, (1,))
+        hf_names(name, config, (1,))  # raises for a parameter that others lack
     rows = weights["tok_embeddings.weight"].shape[0]
     if rows != config.vocab_size:
         raise UserError(
-            f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
-            f"exist: a published Llama has no others"
+            f"the model has been changed and embeds {rows} tokens, of which {config.vocab_size} "
+            f"exist: a published one has no others"
         )
     family = published.family_for_others(config)
     computes_the_same = published.computes(family.published.logits, family)
     if not (computes_the_same and attends_as_far_as_told(family.small_config)):
         raise UserError(
-            "model.py has been changed and no longer computes a published Llama: other programs "
-            "would compute other logits from the exported weights"
+            f"the code of {family.name} has been changed and no longer computes what is published: "
+            f"other programs would compute other logits from the exported weights"
         )
 
 
@@ -130,6 +131,6 @@ def to_hf_parts(name: str, config: LlamaConfig, weight: StoredTensor) -> Weights
     return parts
 
 
-@functools.lru_cache(1)  # once for all stacked matrices, which are written one after the other
+@functools.lru_cache(1)  # a stack is read once for all its experts, which are written in a row
 def _last_read(weight: StoredTensor) -> Tensor:
     return weight.read()

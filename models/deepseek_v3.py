@@ -29,12 +29,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import model
-from model import RMSNorm, rotate, swiglu
+from model import RMSNorm, rotate
 from models import mixtral
 from models.family import Family, Published
+from models.parts import FAST, SLOW, yarn_frequencies
 from plumbing.messages import UserError
 from techniques import experts
 
@@ -109,6 +110,8 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: so its autho
 
 
 class Attention(nn.Module):
+    """No model.Attention, but called like one."""
+
     writes_to_stream = ("wo",)
     saved_products = ("wkv_a", "wo")
     token_layers = ("wq_a", "wkv_a")
@@ -133,20 +136,20 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         E, R, C, U = self.sizes
-        q = self.queries(x).unflatten(-1, (-1, E))  # [B, T, H, E]
-        q, q_rotated = q.split([E - R, R], -1)
-        latent, k_rotated = self.wkv_a(x).split([C, R], -1)  # [B, T, C], [B, T, R]
+        q = self.query_features(x).unflatten(-1, (-1, E))  # [B, T, H, E]
+        q, q_rope = q.split([E - R, R], -1)
+        latent, k_rope = self.wkv_a(x).split([C, R], -1)  # [B, T, C], [B, T, R]
         kv = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, E - R + U))
         k, v = kv.split([E - R, U], -1)  # [B, T, KV, E - R], [B, T, KV, U]
-        k_rotated = rotate(self.all_tokens(k_rotated)[:, :, None], cos, sin)  # [B, T, 1, R]
-        q = torch.cat([q, rotate(q_rotated, cos, sin)], -1) * self.score_scale
-        k = torch.cat([k, k_rotated.expand(-1, -1, k.shape[2], -1)], -1)  # [B, T, KV, E]
+        k_rope = rotate(self.all_tokens(k_rope)[:, :, None], cos, sin)  # [B, T, 1, R]
+        q = torch.cat([q, rotate(q_rope, cos, sin)], -1) * self.score_scale
+        k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], -1)  # [B, T, KV, E]
         v = F.pad(v, (0, E - U))  # kernels want values as wide as keys
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
         return self.wo(model.attend(q, k, v, mask)[..., :U].flatten(2))  # [B, T, D]
 
-    def queries(self, x):
+    def query_features(self, x):
         if hasattr(self, "wq"):
             return self.wq(x)
         return self.wq_b(self.q_norm(self.wq_a(x)))
@@ -182,7 +185,7 @@ class SharedExperts(model.FeedForward):
 
 class MixtureOfExperts(experts.MixtureOfExperts):
     def __init__(self, config: DeepseekV3Config):
-        super().__init__(config, swiglu)
+        super().__init__(config)
         self.router = Router(config)
         self.shared = SharedExperts(replace(config, ffn_dim=config.n_shared * config.ffn_dim))
 
@@ -203,34 +206,12 @@ class DeepseekV3(model.Llama):
     block_type = Block
 
     def angles(self, positions):
-        frequencies = yarn_frequencies(self.config, positions.device)
+        c = self.config
+        frequencies = yarn_frequencies(
+            c.rope_dim, c.rope_theta, c.rope_scaling, c.rope_original, positions.device
+        )
         angles = positions[..., None, None].float() * frequencies  # [B, T, 1, R/2]
         return angles.cos(), angles.sin()
-
-
-# A pair of features that makes so many turns within the first training's sequences, or more, keeps
-# its speed; one that makes less than SLOW is slowed down by all of rope_scaling.
-FAST, SLOW = 32, 1
-
-
-def yarn_frequencies(c: DeepseekV3Config, device) -> Tensor:
-    """Return the radians per token of each pair of rotated features, [R/2] float32. Between FAST
-    and SLOW, YaRN (Peng et al. 2023, arXiv:2309.00071) mixes both speeds by the number of the pair;
-    Llama 3.1 does so by its turns."""
-    exponents = torch.arange(0, c.rope_dim, 2, device=device, dtype=torch.float32) / c.rope_dim
-    wavelengths = c.rope_theta**exponents  # over 2 pi
-    if c.rope_scaling == 1.0:
-        return 1.0 / wavelengths
-
-    def pair_with(turns: int) -> float:
-        wavelength = c.rope_original / (2 * math.pi * turns)  # in tokens, over 2 pi
-        return c.rope_dim * math.log(wavelength) / (2 * math.log(c.rope_theta))
-
-    first = max(math.floor(pair_with(FAST)), 0)
-    last = min(math.ceil(pair_with(SLOW)), c.rope_dim - 1)
-    pairs = torch.arange(len(wavelengths), device=device, dtype=torch.float32)
-    slow_share = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-    return slow_share / (c.rope_scaling * wavelengths) + (1 - slow_share) / wavelengths
 
 
 def score_scale(c: DeepseekV3Config) -> float:

@@ -42,10 +42,8 @@ class Published:
     # number of an expert, each of which has a matrix of its own there.
     names: dict[str, str] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)  # the configuration's -> theirs
-    defaults: dict[str, Any] = field(
-        default_factory=dict
-    )  # what transformers takes for missing ones
-    renamed: dict[str, str] = field(default_factory=dict)  # a field -> its other name
+    defaults: dict[str, Any] = field(default_factory=dict)  # for missing fields, as transformers
+    renamed: dict[str, str] = field(default_factory=dict)  # transformers 5's name -> that of before
     supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
     nulls: dict[str, Any] = field(default_factory=dict)  # what null means: else, a missing field
@@ -54,9 +52,10 @@ class Published:
     prepare: Callable = lambda content: None
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
-    # (name in a file, configuration) -> of what it is a part that this model has not, or ""
+    # (name in a file, configuration) -> what part of a model it is that is not read, or ""
     ignored: Callable = lambda name, config: ""
-    # Configuration -> norms whose weights RoPE pairs like rows of wq, with their number of heads.
+    # Configuration -> parameters whose rows RoPE pairs as those of wq, with their number of heads,
+    # beside wq and wk. 0: none are paired.
     paired: Callable = lambda config: {}
     unpublished: Callable = lambda config: ""  # why nobody else knows such a configuration, or ""
     # The order of rows of wq and wk in llama.cpp's files, "meta" or "hf"; "": none are written.
@@ -68,13 +67,13 @@ class Published:
 class Family:
     """The answers of one model's file. Each has a default, which is Llama's."""
 
-    name: str  # the model_type of a config.json; a student's model is called like its file
+    name: str  # the model_type of a config.json; a student's is replaced by the name of its file
     config: type[LlamaConfig]
     presets: dict[str, LlamaConfig] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)  # fields of its small model, beside SMALL
     # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
     # since styles import torch.distributed, which a model alone does not need.
-    plan: Callable = dict
+    plan: Callable = lambda: {}
     # Configuration -> names of the matrices that can have an adapter (lora.py).
     targets: Callable = lambda config: TARGETS
     published: Published | None = None  # None: no other program knows the model
@@ -87,7 +86,7 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return the models of this folder by name. models/own_file.py adds a student's."""
+    """Return the models of this folder by their file. models/own_file.py adds a student's."""
     return {name: importlib.import_module(f"models.{name}").MODEL for name in HERE}
 
 

@@ -23,10 +23,10 @@ from models.family import Family, Published
 from models.parts import (
     WindowAttention,
     WindowConfig,
-    both_kinds,
     flatten_rope,
     plain_angles,
     read_layers,
+    stack_angles,
     write_layers,
 )
 
@@ -111,7 +111,7 @@ class Gemma3(model.Llama):
     def angles(self, positions):
         c = self.config
         in_others = plain_angles(c, positions / c.rope_scaling, c.rope_theta)
-        return both_kinds(plain_angles(c, positions, WINDOW_THETA), in_others)
+        return stack_angles(plain_angles(c, positions, WINDOW_THETA), in_others)
 
 
 def plan():
@@ -133,7 +133,7 @@ def prepare(content):
     of_windows = flatten_rope(content)
     if "rope_theta" in of_windows:
         content["rope_local_base_freq"] = of_windows["rope_theta"]
-    content.pop("hidden_act", None)  # of other models: theirs is hidden_activation
+    content.pop("hidden_act", None)  # Gemma's is hidden_activation
 
 
 def read(content):
@@ -145,7 +145,7 @@ def write(config):
 
 
 LINEAR = dict(rope_type="linear")
-# What other models have that are called Gemma 3, such as EmbeddingGemma, or Gemma 2.
+# Others that are called Gemma 3, as EmbeddingGemma, have other values.
 SUPPORTED = dict(
     hidden_activation="gelu_pytorch_tanh",
     rope_local_base_freq=WINDOW_THETA,

@@ -7,7 +7,7 @@ each token. techniques/experts.py computes them, and says how they are balanced.
 from dataclasses import dataclass
 
 import model
-from model import LlamaConfig, swiglu
+from model import LlamaConfig
 from models.family import Family, Published
 from techniques.experts import MixtureOfExperts
 
@@ -35,13 +35,8 @@ class MixtralConfig(LlamaConfig):
         return self.top_k
 
 
-class FeedForward(MixtureOfExperts):
-    def __init__(self, config: MixtralConfig):
-        super().__init__(config, swiglu)
-
-
 class Block(model.Block):
-    feed_forward_type = FeedForward
+    feed_forward_type = MixtureOfExperts
 
 
 class Mixtral(model.Llama):

@@ -13,12 +13,12 @@ from models.parts import (
     YARN,
     WindowAttention,
     WindowConfig,
-    both_kinds,
     flatten_rope,
     plain_angles,
     read_layers,
+    stack_angles,
     write_layers,
-    yarn_angles,
+    yarn_frequencies,
     yarn_scale,
 )
 from plumbing.messages import UserError
@@ -47,7 +47,16 @@ class Olmo3(model.Llama):
 
     def angles(self, positions):
         c = self.config
-        return both_kinds(plain_angles(c, positions, c.rope_theta), yarn_angles(c, positions))
+        in_windows = plain_angles(c, positions, c.rope_theta)
+        if c.rope_scaling == 1.0:
+            return stack_angles(in_windows, in_windows)
+        original = YARN["original_max_position_embeddings"]
+        frequencies = yarn_frequencies(
+            c.head_dim, c.rope_theta, c.rope_scaling, original, positions.device
+        )
+        angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
+        scale = yarn_scale(c.rope_scaling)  # sharpens the softmax over the longer context
+        return stack_angles(in_windows, (angles.cos() * scale, angles.sin() * scale))
 
 
 THETA = 5e5

@@ -1,4 +1,5 @@
-"""What several models have, and Llama has not: layers with a window among others, and YaRN."""
+"""What several models have, and Llama has not: layers with a window among others, and YaRN for
+sequences that are longer than those of the first training."""
 
 import math
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class WindowAttention(model.Attention):
         return super().attend(q, k, v, mask)
 
 
-def both_kinds(in_windows: tuple, in_others: tuple) -> tuple[Tensor, Tensor]:
+def stack_angles(in_windows: tuple, in_others: tuple) -> tuple[Tensor, Tensor]:
     """Return cos, sin [2, B, T, 1, E/2], given those of layers with a window and without."""
     cos, sin = map(torch.stack, zip(in_windows, in_others))
     return cos, sin
@@ -61,34 +62,30 @@ def both_kinds(in_windows: tuple, in_others: tuple) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------------- YaRN
 
-YARN = dict(rope_type="yarn", original_max_position_embeddings=8192, beta_fast=32, beta_slow=1)
+# A pair of features that makes FAST turns or more within the sequences of the first training keeps
+# its speed; one that makes fewer than SLOW is slowed down by all of the factor.
+FAST, SLOW = 32, 1
+YARN = dict(rope_type="yarn", original_max_position_embeddings=8192, beta_fast=FAST, beta_slow=SLOW)
 
 
-def yarn_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what model.rope_angles does, scaled by YaRN (Peng et al. 2023, arXiv:2309.00071).
+def yarn_frequencies(width: int, theta: float, factor: float, original: int, device) -> Tensor:
+    """Return the radians per token of each pair of `width` rotated features, [width/2] float32,
+    after training with sequences of `original` tokens. Between FAST and SLOW, YaRN (Peng et al.
+    2023, arXiv:2309.00071) mixes both speeds by the number of the pair; Llama 3.1 does so by its
+    turns."""
+    exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    wavelengths = theta**exponents  # in tokens, over 2 pi
+    if factor == 1.0:
+        return 1.0 / wavelengths
 
-    Pairs of features that turn more than 32 times within the 8,192 tokens of the first training
-    keep their speed, those that turn less than once are slowed down by `rope_scaling`, and in
-    between, pair by pair, the weight of the slow speed grows. Cosine and sine are scaled up, which
-    sharpens the softmax over the longer context."""
-    if config.rope_scaling == 1.0:
-        return rope_angles(config, positions)
-    E = config.head_dim
+    def pair_that_turns(times: int) -> float:
+        return width / 2 * math.log(original / (times * 2 * math.pi)) / math.log(theta)
 
-    def pair_that_turns(times: float) -> float:
-        tokens = YARN["original_max_position_embeddings"]
-        return E / 2 * math.log(tokens / (times * 2 * math.pi)) / math.log(config.rope_theta)
-
-    first = max(math.floor(pair_that_turns(YARN["beta_fast"])), 0)
-    last = min(math.ceil(pair_that_turns(YARN["beta_slow"])), E - 1)
-    pairs = torch.arange(E // 2, dtype=torch.float32, device=positions.device)
-    old_share = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-    frequencies = 1.0 / config.rope_theta ** (2 * pairs / E)  # [E/2] radians per token
-    slow = frequencies / config.rope_scaling
-    frequencies = slow * (1 - old_share) + frequencies * old_share
-    angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
-    scale = yarn_scale(config.rope_scaling)
-    return angles.cos() * scale, angles.sin() * scale
+    first = max(math.floor(pair_that_turns(FAST)), 0)
+    last = min(math.ceil(pair_that_turns(SLOW)), width - 1)  # pairs end before; so its authors clip
+    pairs = torch.arange(len(wavelengths), device=device, dtype=torch.float32)
+    slow_share = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return slow_share / (factor * wavelengths) + (1 - slow_share) / wavelengths
 
 
 def yarn_scale(factor: float) -> float:
@@ -106,8 +103,9 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def flatten_rope(content) -> dict:
-    """Write RoPE into a config.json as transformers 4 does, where it is as in transformers 5: with
-    fields for each kind of layers. Return those of layers with a window, if any."""
+    """Return the RoPE of layers with a window, if a config.json has one for each kind of layers, as
+    transformers 5 writes it; move that of the others to rope_scaling, where transformers 4 has it.
+    A rope_scaling that was added by hand replaces parts of it."""
     rope = content.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not rope.keys() & {WINDOWED, FULL}:
         return {}
@@ -143,7 +141,7 @@ def layer_types(n: int, every: int) -> list[str]:
 
 def write_layers(config: WindowConfig, scaling: dict, theta: float) -> dict:
     """Return the fields of a config.json for layers with windows: RoPE as transformers 5 has it,
-    with `scaling` in full layers and `theta` in others. formats.py writes it as transformers 4."""
+    with `scaling` in full layers and `theta` in others. save_hf adds what transformers 4 reads."""
     of_full = {"rope_type": "default"}
     if config.rope_scaling != 1.0:
         of_full = scaling | {"factor": config.rope_scaling}

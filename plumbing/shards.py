@@ -78,9 +78,9 @@ def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
 
 
 def matrices_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are matrices, or stacks of them: weight decay applies
-    to these, and Muon updates them in blocks. They are the weights of Linear and Embedding, and
-    what other layers name in `matrices`."""
+    """Return the names of the parameters that are matrices, or stacks of them, for weight decay and
+    for optimizers of matrices: the weights of Linear and Embedding, and what other layers name in
+    `matrices`."""
     found = set()
     for path, layer in model.named_modules():
         known = ("weight",) if isinstance(layer, nn.Linear | nn.Embedding) else ()

@@ -97,5 +97,4 @@ def prediction_note(config: LlamaConfig) -> str:
     family = family_of(config)
     if family.published and computes(family.published.logits, family):
         return ""
-    changed = "is a file of your own" if family.digest else "or model.py was changed"
-    return f"note: {family.name} {changed}: bench.py step counts what it holds and sends"
+    return f"note: {family.name} is here no published model: bench.py step counts what it sends"

@@ -8,6 +8,7 @@ resumed run changes a flag: it is still the same experiment, or another check re
 """
 
 import functools
+from argparse import ArgumentParser
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,20 +161,22 @@ def pretraining(words: list[str]) -> type[Pretraining]:
     """Return Pretraining with the sizes of the model that these words of a command line name.
 
     Raises UserError for a model that is not found, and for a size of other models."""
-    name = "tiny"
-    typed = " ".join(words).replace("=", " ").split()
-    if "--model" in typed[:-1]:
-        name = typed[typed.index("--model") + 1]
-    config = type(find_preset(name))
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", nargs="?")
+    model = parser.parse_known_args(words)[0].model
+    config = type(find_preset(model or "tiny"))
+    typed = {word.partition("=")[0] for word in words}
     for family in families().values():
-        preset = next(iter(family.presets), "")
         for size in own_fields(family.config) - own_fields(config):
             option = f"--{size.replace('_', '-')}"
-            if preset and option in typed:
+            if family.presets and option in typed:
+                preset = next(iter(family.presets))
                 raise UserError(f"{option} is of other models: give --model {preset}, or another")
     sizes = sizes_of(config)
-    replaced = [("sizes", sizes, within(sizes))]
-    namespace = {"__doc__": Pretraining.__doc__}
     return make_dataclass(
-        "Pretraining", replaced, bases=(Pretraining,), frozen=True, namespace=namespace
+        "Pretraining",
+        [("sizes", sizes, within(sizes))],
+        bases=(Pretraining,),
+        frozen=True,
+        namespace={"__doc__": Pretraining.__doc__},
     )

@@ -40,7 +40,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from model import Llama
 from plumbing.shards import shard_parameters
-from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens, local_operand
+from techniques.parallel_layers import (
+    COLUMNS,
+    ROWS,
+    GatherTokens,
+    blocks_that_norm_outputs,
+    local_operand,
+)
 from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -245,12 +251,11 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     repeated = int(parallel.checkpointing != "none")
     gathers = 4 + 2 * repeated
     scatters = 4 + parallel.repeats_attention
-    block = next(iter(model.layers.values()))
-    of_w2 = parallel.repeats_attention * getattr(block, "norms_outputs", False)
+    of_w2 = parallel.repeats_attention * blocks_that_norm_outputs(model) * work.microbatches
     tokens = work.microbatch * math.ceil(work.length / n)
     message = tokens * work.model.config.dim * parallel.weight_bytes  # bytes of a chunk
     yield "tp", "all-gather", -gathers * calls, n * message
-    yield "tp", "reduce-scatter", -(scatters + of_w2) * calls, n * message
+    yield "tp", "reduce-scatter", -scatters * calls - of_w2, n * message
     yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
 
 

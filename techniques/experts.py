@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from model import swiglu
+
 
 def as_it_is(parameter: Tensor | None) -> Tensor | None:
     """Return what a layer computes with. expert_parallel.py puts another function in its place."""
@@ -132,9 +134,8 @@ class Experts(nn.Module):
     writes_to_stream = ("w2",)
     shapes_vary = True  # with the routing, see ParallelConfig.fixes_shapes
 
-    def __init__(self, config, swiglu):
+    def __init__(self, config):
         super().__init__()
-        self.swiglu = swiglu
         X, K = config.n_experts, config.top_k
         D, F = config.dim, config.ffn_dim
         self.w1 = GroupedLinear(X, D, F, K)
@@ -144,7 +145,7 @@ class Experts(nn.Module):
     def forward(self, rows, counts):
         gate = self.w1(rows, counts)
         up = self.w3(rows, counts)
-        return self.w2(self.swiglu(gate, up), counts)
+        return self.w2(swiglu(gate, up), counts)
 
 
 def experts_of(block: nn.Module) -> dict[str, Experts]:
@@ -156,10 +157,10 @@ class MixtureOfExperts(nn.Module):
     writes_to_stream = ()  # itself; its experts do
     by_token = True  # so that --tp need not gather tokens
 
-    def __init__(self, config, swiglu):
+    def __init__(self, config):
         super().__init__()
         self.router = Router(config)
-        self.experts = Experts(config, swiglu)
+        self.experts = Experts(config)
 
     def forward(self, x):
         tokens = x.flatten(0, 1)  # [N, D]

@@ -22,7 +22,7 @@ class OwnTokens(ParallelStyle):
 
     def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         shard_parameters(layer, mesh, self.weight_dim)
-        product = getattr(layer, "product", F.linear)
+        product = getattr(layer, "product", F.linear)  # an adapter's computes more
 
         def on_local_tokens(x, *operands):
             parts = [local_operand(operand) for operand in operands]

@@ -69,6 +69,11 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     return 1 if writes_to_stream(model, name) else 0
 
 
+def blocks_that_norm_outputs(model) -> int:
+    """Return how many blocks need the outputs of their parts again, for the norms after them."""
+    return sum(getattr(block, "norms_outputs", False) for block in model.layers.values())
+
+
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
     """Shard a layer's parameters, and let it multiply by its shards. Replaces a private method of
     torch's styles, which would shard the weight and the bias alone."""

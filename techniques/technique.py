@@ -15,10 +15,9 @@ or methods, tell them what they have to know. Each may be left out:
                       they start smaller, and checkpointing does not keep their output
     saved_products    names of its layers whose output selective checkpointing keeps
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
-                      Linear or Embedding: weight decay and Muon are for these
+                      Linear or Embedding: weight decay is for these
     initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
     token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
-    norms_outputs     True, of a block: norms stand after its parts, and need their outputs again
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     no_slope          names of parameters whose gradient is not the slope of the loss

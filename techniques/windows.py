@@ -32,7 +32,7 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     the last T keys.
 
     q [B, T, H, E], k, v [B, S, KV, E], mask as there -> same shape as q."""
-    if not (mask is None or isinstance(mask, Tensor)):  # it computes attention itself
+    if hasattr(mask, "attention"):  # as in model.attend
         return mask.attention(q, k, v, window)
     T = q.shape[1]
     S = min(k.shape[1], T + window - 1)  # the last S keys are in some query's window
@@ -40,7 +40,7 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     v = v[:, -S:]
     if mask is not None:
         mask = mask[..., -S:]
-    if T > 2 * window:
+    if T > 2 * window:  # fold computes 2 W scores for a query, where a mask of all has S
         return fold(q, k, v, mask, window)
     if mask is None and S <= window:  # causal attention sees no more than the window
         return attend(q, k, v, None)
@@ -84,6 +84,7 @@ def fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> T
     if mask is not None:
         rows = mask.expand(B, -1, -1, -1)
         padded = F.pad(rows, (before, after, 0, after), value=True)
+        # Of every group of queries with every group of keys, those of the same number.
         pairs = padded.unflatten(2, (n, W)).unfold(-1, 2 * W, W)  # [B, 1, n, W, n, 2 W]
         mask = pairs.diagonal(dim1=2, dim2=4)  # [B, 1, W, 2 W, n]
         mask = mask.movedim(-1, 1).flatten(0, 1)  # [B n, 1, W, 2 W]

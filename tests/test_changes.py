@@ -216,7 +216,7 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     assert prediction_note(CONFIG) == ""
     published.small_logits.cache_clear()
     monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(m.w1(x) * m.w3(x)))
-    assert "llama or model.py was changed: bench.py step counts" in prediction_note(CONFIG)
+    assert "llama is here no published model: bench.py step counts" in prediction_note(CONFIG)
 
 
 def test_other_code_than_trained_a_run_is_told(corpus, tmp_path):

@@ -13,7 +13,7 @@ from models.family import Family
 
 @dataclass(frozen=True)
 class NopeConfig(LlamaConfig):
-    rope_every: int = 2  # layers; --rope-every 1 is a Llama's
+    rope_every: int = 2  # layers, one of which has RoPE; 1: all have, as in Llama
 
     def build(self):
         return Nope(self)
