@@ -13,6 +13,8 @@ torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finet
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
                             first differs, and exit code 1
+python bench.py generate --context 128 1024
+                            how fast a model writes, beside what the memory allows
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 """
@@ -53,7 +55,6 @@ from lora import LoRA
 from model import Llama
 from models.family import find_preset
 from parallel import World, with_mesh
-from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
 from plumbing import processes
 from plumbing.flags import as_json, flag, other_default, values_of, within
@@ -128,6 +129,27 @@ class Limit(Comparison):
 
 
 @dataclass(frozen=True)
+class Generating:
+    """How fast a model writes, beside what the memory allows, and beside transformers."""
+
+    contestants: tuple[str, ...] = flag((),
+        "ours, compiled: with compiled blocks, transformers, static: transformers' with a cache "
+        "in place (default: ours, and transformers' two where it is installed)",
+        is_positional=True, nargs="*", metavar="CONTESTANT")
+    model: str = other_default(Comparison, "model", "medium")
+    batch: int = flag(1, "prompts that are continued together")
+    context: tuple[int, ...] = flag((128, 1024), "tokens of each prompt; several are measured one "
+                                    "after the other", type=positive_int, nargs="+")
+    max_new_tokens: int = flag(32, "tokens that follow it")
+    base_bits: int = flag(16, "4 keeps the matrices of the blocks in 4 bits", type=int,
+                          choices=[16, 4])
+    repeats: int = other_default(Comparison, "repeats", 5)
+    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
+                                      dtype=torch.float32)
+    json: Path | None = flag(None, "file for the results as JSON", **JSON)
+
+
+@dataclass(frozen=True)
 class Contestant:
     """The flags of a contestant: of train.py's parallelism."""
 
@@ -198,6 +220,8 @@ def model_of(asked: Comparison | Plan) -> Llama:
 
 def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     """Return the step of a contestant of limit or compare on these processes."""
+    from perf.compare import flags_of_contestant, is_alone  # here, as in `compare`
+
     flags = flags_of_contestant(contestant).split()
     wanted = parse(Contestant, flags).parallel
     parallel = decided(wanted, dtype=asked.parallel.dtype)
@@ -216,6 +240,8 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
 
 
 def compare(asked: Comparison) -> str:
+    from perf.compare import default_contestants, measure_compare  # here: few commands need them
+
     process = init_distributed()
     process.check_same_flags(values_of(asked))
     check_writable("--json", asked.json)
@@ -223,6 +249,20 @@ def compare(asked: Comparison) -> str:
     works = {name: work_of(asked, name, process) for name in contestants}
     flags = {name: value for name, value in values_of(asked).items() if name != "json"}
     return measure_compare(works, process, asked.repeats, flags, asked.json)
+
+
+def write(asked: Generating) -> str:
+    from perf.generation import measure_generation  # here, since no other command needs it
+
+    process = init_distributed()
+    if process.size > 1:
+        raise UserError("bench.py generate measures one process: run python, not torchrun")
+    check_writable("--json", asked.json)
+    if asked.max_new_tokens < 2:
+        raise UserError("--max-new-tokens must be 2 or more: the first token does not count")
+    lora = LoRA(targets=()) if asked.base_bits == 4 else None  # matrices in 4 bits, no adapters
+    model = build_on_meta(find_preset(asked.model), lora, base_bits=asked.base_bits)
+    return measure_generation(asked, model, process)
 
 
 def script_of_step(words: list[str]) -> Script:
@@ -339,6 +379,7 @@ COMMANDS = {  # name -> function that returns the output, the record of its flag
     "compare": (compare, Comparison),
     "step": (step, Measurement),  # and the record of the script whose step it is
     "equal": (equal, Pretraining),
+    "generate": (write, Generating),
     "plan": (plan, Plan),
 }
 

@@ -17,27 +17,28 @@ reads all messages before it answers. Ctrl-C stops an answer, Ctrl-D ends the co
 import plumbing.endings  # first, for Ctrl-C during the imports
 import codecs
 import contextlib
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from files.adapters import open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
 from files.loading import load_pretrained
 from lora import LoRA, add_adapters
-from model import KVCache, Llama, LlamaConfig, generator_for
-from plumbing.devices import has_bfloat16, widest_float
+from model import Llama, LlamaConfig
+from plumbing.devices import has_bfloat16
 from plumbing.flags import flag, values_of
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import nonnegative_int, parse
 from plumbing.processes import Process, run
+from techniques.decoding import generate, stream
+from techniques.kv_cache import KVCache
 from techniques.nf4 import why_no_blocks
 from text.targets import drop_oldest, encode_prompt
 from text.templates import Conversation
@@ -82,136 +83,6 @@ class Generation(ModelToLoad):
             raise UserError("--system is a message to a chat model: give --chat, too")
 
 
-# ------------------------------------------------------------------------------------ sampling
-
-
-def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
-    """Draw one token from each row of logits [B, V] -> [B], by `uniform` numbers [B] below 1.
-
-    temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
-    the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
-    al. 2020, arXiv:1904.09751). labs/speculative draws from the same distribution in fewer calls of
-    the model."""
-    if temperature < 1e-30:  # too small to divide by
-        return logits.argmax(-1)
-    scaled = logits.float() / temperature
-    if top_k == 0 and top_p >= 1:
-        return draw(scaled.softmax(-1), uniform)
-    ranked, order = scaled.sort(-1, descending=True)  # [B, V] both
-    if top_k > 0:
-        ranked[:, top_k:] = -math.inf
-    p = ranked.softmax(-1)
-    before = p.cumsum(-1) - p  # total probability of all more likely tokens
-    p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
-    return order.gather(1, draw(p, uniform)[:, None]).squeeze(1)
-
-
-def draw(p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw an index from each row of p [B, V], whose sum need not be 1, by numbers [B] -> [B]."""
-    ends = p.to(uniform.dtype).cumsum(-1)  # where each index's share of [0, sum of p) ends
-    drawn = uniform[:, None] * ends[:, -1:]  # [B, 1]
-    return torch.searchsorted(ends, drawn).squeeze(1)
-
-
-AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
-
-
-@torch.no_grad()
-def stream(
-    model: nn.Module,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: tuple[int, ...] = (),
-    seed: int = 0,
-    numbers: Sequence[int] | None = None,
-    log_p: list[Tensor] | None = None,
-) -> Iterator[list[int | None]]:
-    """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
-
-    A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
-    are left-padded; the padding is a document of its own, which no prompt attends to. A prompt that
-    several rows continue is read once, and a finished row is computed no more. If the model is
-    split over ranks, all ranks must call this with the same arguments.
-    A row draws by random numbers of its own, a function of the seed and the row's number (by
-    default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
-    model itself, without temperature, top_k and top_p."""
-    device = next(model.parameters()).device
-    draws = []
-    for number in numbers or range(len(prompts)):
-        generator = generator_for(f"row {number}", seed, torch.device("cpu"))
-        draws.append(torch.rand(max_new_tokens, dtype=widest_float(device), generator=generator))
-    uniform = torch.stack(draws, 1).to(device)  # [max_new_tokens, B]
-    distinct = list(dict.fromkeys(map(tuple, prompts)))  # each is read once
-    tokens, positions = left_padded(distinct, device)
-    cache = KVCache()
-    for part, at in zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1)):
-        last = model(part, positions=at, cache=cache)
-    rows = torch.tensor([distinct.index(tuple(prompt)) for prompt in prompts], device=device)
-    take_rows(cache, rows)
-    last = last[rows]
-    positions = positions[rows, -1:]  # [B, 1]
-    running = torch.arange(len(prompts), device=device)  # the prompts whose rows are left,
-    alive = running.tolist()  # and the same on the host
-    for step, drawn in enumerate(uniform):
-        if step > 0:
-            positions = positions + 1
-            last = model(tokens[:, None], positions=positions, cache=cache)
-        logits = last[:, -1].to(device)  # [rows, V]
-        if not logits.amax(1).isfinite().all():
-            raise UserError("the model gives no finite logits: use weights from before it diverged")
-        tokens = sample(logits, temperature, top_k, top_p, drawn[running])
-        if log_p is not None:
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_p_of_all = wide.log_softmax(-1)  # [rows, V]
-            of_step = wide.new_zeros(len(prompts))
-            of_step[running] = log_p_of_all.gather(1, tokens[:, None]).squeeze(1)
-            log_p.append(of_step)
-        new = dict(zip(alive, tokens.tolist()))
-        yield [new.get(prompt) for prompt in range(len(prompts))]
-        left = [row for row, token in enumerate(new.values()) if token not in stop]
-        if not left:
-            return
-        if len(left) < len(alive):  # finished rows leave the batch
-            rows = torch.tensor(left, device=device)
-            take_rows(cache, rows)
-            tokens = tokens[rows]
-            positions = positions[rows]
-            running = running[rows]
-            alive = running.tolist()
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions of prompts [B, T]; those of the padding count from 0, too."""
-    T = max(map(len, prompts))
-    padded, places = [], []
-    for prompt in prompts:
-        padding = T - len(prompt)
-        padded.append([0] * padding + [*prompt])
-        places.append([*range(padding), *range(len(prompt))])
-    return torch.tensor(padded, device=device), torch.tensor(places, device=device)
-
-
-def take_rows(cache: KVCache, rows: Tensor) -> None:
-    """Keep these rows of a cache, in this order; a row may be taken several times."""
-    for part in cache.parts or [cache]:
-        part.positions = part.positions[rows]
-        for layer, (k, v) in part.layers.items():
-            part.layers[layer] = k[rows], v[rows]
-
-
-def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):
-    """Return the new tokens of each prompt as a list; arguments as for `stream`."""
-    rows = [[] for _ in prompts]
-    for step in stream(model, prompts, max_new_tokens, **options):
-        for row, token in zip(rows, step):
-            if token is not None:
-                row.append(token)
-    return rows
-
-
 # --------------------------------------------------------------------------------- the command
 
 
@@ -252,11 +123,48 @@ def load_model(
     return load_pretrained(directory, dtype, device, in_4_bits, adapter)
 
 
-def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:
+def compile_blocks(model: nn.Module) -> None:
+    """Let each block's step be compiled at its first call, once for all blocks of a kind. Then the
+    first answer takes longer to begin, and each token less."""
+    torch._dynamo.config.recompile_limit = 64  # of numbers of rows, and sizes of a cache
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+class Memory:
+    """What a model has read in a conversation: tokens, and their cache, from answer to answer."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.cache = KVCache()
+
+    def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
+        """Yield the tokens that continue a prompt, of which only what is new is read.
+
+        Not all that was read is kept: the newest token may be in no cache yet, and the last one of
+        the prompt is read for its logits."""
+        known = 0
+        for old, new in zip(self.tokens[:-1], prompt[:-1]):
+            if old != new:
+                break
+            known += 1
+        del self.tokens[known:]
+        self.cache.go_back(known)
+        for (token,) in stream(model, [prompt], cache=self.cache, **options):
+            if len(self.tokens) == known:  # the prompt has been read
+                self.tokens += prompt[known:]
+            self.tokens.append(token)
+            yield token
+
+
+def stream_text(
+    model: Llama, prompt: list[int], tokenizer: Tokenizer, memory: Memory | None = None, **options
+) -> Iterator[str]:
     """Yield the text that continues a prompt, piece by piece; `options` as for stream."""
+    memory = memory or Memory()
     # A character may consist of several tokens: the decoder waits for the last of its bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for (token,) in stream(model, [prompt], **options):
+    for token in memory.stream(model, prompt, **options):
         if token not in tokenizer.stop:
             yield decoder.decode(tokenizer.decode_bytes([token]))
     yield decoder.decode(b"", final=True)
@@ -264,9 +172,11 @@ def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options
 
 def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **options) -> None:
     """Answer the lines of standard input until it ends; `messages` is empty or a system prompt.
+    What has been read for one answer is not read again for the next.
 
     In a terminal, Ctrl-C stops an answer or clears the line that is being typed. Otherwise, as in
     every other script, it ends the program."""
+    options["memory"] = Memory()
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(errors="replace")
     if in_terminal:

@@ -136,17 +136,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)
 
 
-def document_mask(positions: Tensor, queries: int) -> Tensor:
+def document_mask(positions: Tensor, slots: Tensor, S: int) -> Tensor:
     """Return a mask for rows that hold several documents: a token attends only to earlier tokens
     of its own document.
 
-    A position of 0 starts a document. Only the last T = `queries` of the S tokens have queries.
-    positions [B, S] -> bool [B, 1, T, S], True where attention is allowed."""
-    S = positions.shape[1]
-    document = (positions == 0).cumsum(1)  # [B, S]
-    same = document[:, -queries:, None] == document[:, None, :]  # [B, T, S]
-    causal = torch.ones(queries, S, dtype=torch.bool, device=positions.device).tril(S - queries)
-    return (same & causal)[:, None]
+    Its position is counted from the start of its document. positions [B, T] of the tokens with
+    queries, slots [T]: their places among S tokens -> bool [B, 1, T, S], True where attention is
+    allowed."""
+    first = slots - positions  # [B, T]: the slot where its document starts
+    keys = torch.arange(S, device=positions.device)
+    visible = (first[..., None] <= keys) & (keys <= slots[:, None])  # [B, T, S]
+    return visible[:, None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -157,41 +157,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one query: those of a group share keys
+        queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+        return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
     # On a GPU kernels with a mask, or for float32, need a key/value head for each query head.
     if q.device.type != "cpu" and (mask is not None or q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Kernels are fastest without a mask: they skip later tokens and never store T x T scores.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    # In generation S grows with each token, and cuDNN would plan its kernel again for each S.
+    # cuDNN would plan its kernel again for each T and S, and prompts have many.
     without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with without_cudnn if mask is not None and q.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, so that a new token is the only one to compute.
-
-    Only attention has a cache: another layer that mixes tokens would need one of its own.
-    Concatenation keeps this simple, at the cost of a copy for each token."""
-
-    def __init__(self):
-        self.positions: Tensor | None = None  # [B, S]
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, S, KV, E]
-        self.parts: list[KVCache] = []  # under --pp a cache for each stage, and none here
-
-    def add_positions(self, positions: Tensor) -> Tensor:
-        """Append the positions of new tokens [B, T] and return all positions [B, S]."""
-        if self.positions is not None:
-            positions = torch.cat([self.positions, positions], 1)
-        self.positions = positions
-        return positions
-
-    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values [B, T, KV, E] and return all [B, S, KV, E]."""
-        if layer in self.layers:
-            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
-        self.layers[layer] = k, v
-        return k, v
 
 
 # ----------------------------------------------------------------------------------- the network
@@ -225,7 +203,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer
+        self.layer = layer  # its number, for what differs between layers
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -237,7 +215,7 @@ class Attention(nn.Module):
         k = rotate(self.keys(x), cos, sin)  # [B, T, KV, E]
         v = self.values(x)  # [B, T, KV, E]
         if cache is not None:
-            k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
+            k, v = cache.add(k, v)  # [B, S, KV, E]
         return self.wo(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
 
     def queries(self, x):
@@ -325,7 +303,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache=None,
         documents=None,
     ) -> Tensor:
         """Return the logits of the next token or, given targets, the sum of their losses.
@@ -335,24 +313,27 @@ class Llama(nn.Module):
         model). It is a sum, so that train.py can add up microbatches and ranks and divide once.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache. `documents` (text/batch.py) holds the same starts, for kernels that need no mask."""
+        cache (techniques/kv_cache.py), which has the keys and values of earlier tokens. `documents`
+        (text/batch.py) holds the same starts, for kernels that need no mask."""
         if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.embed(tokens)
         dtype, E = self.compute_dtype, self.config.head_dim
+        places = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
         if positions is None:
-            positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        elif documents and not cache and documents.have_kernel(dtype or x.dtype, E):
+            positions, mask = places[None], None
+        elif cache:
+            mask = cache.add_positions(positions, dtype or x.dtype)
+        elif documents and documents.have_kernel(dtype or x.dtype, E):
             mask = documents
         else:
-            seen = cache.add_positions(positions) if cache else positions
-            mask = document_mask(seen, queries=tokens.shape[1])
+            mask = document_mask(positions, places, len(places))
         cos, sin = self.angles(positions)
 
         with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
-            for block in self.layers.values():
-                x = block(x, cos, sin, mask, cache)
+            for name, block in self.layers.items():
+                x = block(x, cos, sin, mask, cache and cache.layers[name])
             if self.norm is None:  # a later stage of the pipeline has it
                 return x
             x = self.norm(x[:, -1:] if cache else x)

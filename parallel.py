@@ -350,14 +350,18 @@ def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 @contextlib.contextmanager
-def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
-    """Within this context FSDP all-gathers weights once, at their first use, and frees them at the
-    end. Generation needs it: else each token would all-gather the model."""
+def weights_at_hand(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
+    """Within this context weights are all-gathered by FSDP, and cast by autocast, once, at their
+    first use, and freed at the end. Generation needs it: else each token would do both again."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
+    dtype = model.compute_dtype
+    device_type = next(model.parameters()).device.type
     try:
-        yield
+        # Autocast keeps what it has cast until the outermost of its contexts ends.
+        with torch.autocast(device_type, dtype) if dtype else contextlib.nullcontext():
+            yield
     finally:  # a signal may have ended the evaluation
         for module in modules:
             module.reshard()

@@ -42,14 +42,15 @@ from torch import Tensor
 
 from config import Totals
 from finetune_lora import Finetuning, Script, finetune
-from generate import check_length, generate
+from generate import check_length
 from model import IGNORE
-from parallel import unsharded, used_techniques
+from parallel import used_techniques, weights_at_hand
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from runs.scores import batch_of, set_loss_of_each_target
 from runs.task import Task
+from techniques.decoding import generate
 from text.batch import Batch
 from text.chat import SHOWN
 from text.conversations import files_of
@@ -252,8 +253,10 @@ class Rewards(Task):
         log_p = []  # of each step of the sampling
         in_training = model.training
         model.eval()
+        # Compiled blocks would cast their weights for every token, where autocast casts them once.
+        stance = "force_eager" if model.compute_dtype else "default"
         # Ranks may run forward different numbers of times, so only the first all-gathers weights.
-        with unsharded(model, self.world.parallel), torch.compiler.set_stance("force_eager"):
+        with weights_at_hand(model, self.world.parallel), torch.compiler.set_stance(stance):
             answers = generate(
                 model,
                 prompts,
@@ -262,6 +265,7 @@ class Rewards(Task):
                 seed=run.seed,
                 numbers=numbers,
                 log_p=log_p,
+                compiled=self.world.parallel.compile and not model.compute_dtype,
             )
         model.train(in_training)
         return answers, torch.stack(log_p, 1)

@@ -29,7 +29,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from config import ParallelConfig, Work  # noqa: E402
-from generate import stream  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
@@ -39,6 +38,7 @@ from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import run  # noqa: E402
 from plumbing.shards import allocate  # noqa: E402
 from techniques.bfloat16_moments import BFloat16AdamW  # noqa: E402
+from techniques.decoding import stream  # noqa: E402
 from techniques.float8 import E4M3, float8_product, has_float8, product, rounded  # noqa: E402
 
 PART_SECONDS = 530

@@ -19,10 +19,11 @@ import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from costs.shapes import flops_per_token  # noqa: E402
-from model import KVCache, LlamaConfig  # noqa: E402
+from model import LlamaConfig  # noqa: E402
 from models.family import HERE, family_of, find_preset  # noqa: E402
 from perf.instruments import WithoutInit, build_on_meta  # noqa: E402
 from plumbing.messages import UserError  # noqa: E402
+from techniques.kv_cache import KVCache  # noqa: E402
 
 CONTEXT = 8192  # tokens that a token attends to, for its FLOPs
 SHOWN = {  # a preset of each family in docs/models.md
@@ -55,13 +56,11 @@ BLOCKS = {
 
 def cached_bytes(config: LlamaConfig) -> int:
     """Return the bytes in which KVCache keeps a token, in bfloat16: counted of three tokens."""
-    cache = KVCache()
+    cache = KVCache(3)
     with FakeTensorMode(), WithoutInit(), torch.no_grad():
         model = config.build()
-        angles = model.angles(torch.arange(3)[None])
-        for block in model.layers.values():
-            block.attention(torch.empty(1, 3, config.dim), *angles, None, cache)
-    kept = [tensor for layer in cache.layers.values() for tensor in layer]
+        model(torch.zeros(1, 3, dtype=torch.int64), positions=torch.arange(3)[None], cache=cache)
+    kept = [tensor for layer in cache.layers.values() for tensor in (layer.k, layer.v)]
     return 2 * sum(tensor.numel() for tensor in kept) // 3
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from files import published
 from files.formats import HF_FIELDS, SUPPORTED, SUPPORTED_SCALING, hf_names, to_hf_rows
 from files.safetensors import StoredTensor, Weights, save_safetensors
-from model import KVCache, LlamaConfig
+from model import LlamaConfig
 from plumbing.messages import UserError
+from techniques.kv_cache import KVCache
 from text.vocabulary import Tokenizer
 
 MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
@@ -46,15 +47,15 @@ def attends_as_far_as_told(config: LlamaConfig) -> bool:
     """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer, or
     at the first in its window, if it has one: a window may be longer than published.TOKENS."""
     model = published.with_fixed_weights(config.build().double())
-    cache = KVCache()
-    position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
+    cache = KVCache(32_769)
+    cache.add_positions(torch.arange(32_768)[None], torch.float64)
     shape = 1, 32_768, config.n_kv_heads, config.head_dim
     values = []
     for layer in range(config.n_layers):
         value = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        cache.add(layer, torch.zeros_like(value), value)
+        cache.layers[str(layer)].add(torch.zeros_like(value), value)
         values.append(value)
-    logits = model(torch.zeros_like(position), positions=position, cache=cache)
+    logits = model(torch.tensor([[0]]), positions=torch.tensor([[32_768]]), cache=cache)
     logits.sum().backward()
     for value, window in zip(values, config.windows or [0] * config.n_layers):
         sees = value.grad[0].flatten(1).any(1)  # [32,768]

@@ -14,8 +14,9 @@ that are rotated by their position:
                 └─ R, rotated ──────────── R more features of the keys, the same for all heads
 
 These C + R features are all that generation needs to keep of a token (DeepSeek-AI 2024,
-arXiv:2405.04434). The cache of model.py holds keys and values of all heads, as in other models:
-code that attends to latents would multiply queries by the rows of wkv_b that make keys.
+arXiv:2405.04434). The cache (techniques/kv_cache.py) holds keys and values of all heads, as in
+other models: code that attends to latents would multiply queries by the rows of wkv_b that make
+keys.
 
 The router's scores are sigmoids: an expert's does not depend on the others'. Experts are in groups,
 which their authors place on different nodes: a token chooses among those of the `top_groups` groups
@@ -118,7 +119,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: DeepseekV3Config, layer: int):
         super().__init__()
-        self.layer = layer
         D, E, R = config.dim, config.head_dim, config.rope_dim
         self.sizes = E, R, config.kv_rank, config.value_dim
         if config.q_rank:
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], -1)  # [B, T, KV, E]
         v = F.pad(v, (0, E - U))  # kernels want values as wide as keys
         if cache is not None:
-            k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
+            k, v = cache.add(k, v)  # [B, S, KV, E]
         return self.wo(model.attend(q, k, v, mask)[..., :U].flatten(2))  # [B, T, D]
 
     def query_features(self, x):

@@ -366,21 +366,24 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     return Batch(inputs, targets, None, text_bytes=1)
 
 
+def fill_randomly(model: Llama) -> None:
+    """Give a model, or this rank's shards of it, random weights and new adapters."""
+    device = next(model.parameters()).device
+
+    def random_matrix(name: str) -> Tensor:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        return torch.randn(layer.out_features, layer.in_features, device=device) / 50
+
+    model.init_weights(assign=assign_shard)
+    quantize_base(model, random_matrix, assign_shard)
+    init_adapters(model, assign=assign_shard, device=device)
+
+
 def make_step(work: Work, world: World, batch: Batch) -> Training:
     """Return a training of a new model, with adapters or without, on `world`. In every step `batch`
     holds this rank's sequences."""
     model = copy.deepcopy(work.model)
-
-    def random_matrix(name: str) -> Tensor:
-        layer = model.get_submodule(name.removesuffix(".weight"))
-        return torch.randn(layer.out_features, layer.in_features, device=world.device) / 50
-
-    def initialize(model: Llama) -> None:
-        model.init_weights(assign=assign_shard)
-        quantize_base(model, random_matrix, assign_shard)
-        init_adapters(model, assign=assign_shard, device=world.device)
-
-    runner = parallelize(model, world, initialize)
+    runner = parallelize(model, world, fill_randomly)
     optimizer = make_optimizer(model, world, LEARNING_RATE)
     return Training(world, model, runner, optimizer, itertools.repeat(batch), work.microbatch)
 

@@ -11,7 +11,7 @@ from torch import nn
 from config import Work
 from files.formats import HF_FIELDS
 from lora import adapter_settings
-from model import LlamaConfig, attend
+from model import Llama, LlamaConfig, attend
 from parallel import World
 from perf.instruments import LEARNING_RATE
 from plumbing.messages import UserError
@@ -73,32 +73,39 @@ def bare_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
     return step
 
 
-def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
-    """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where the model has them. In bfloat16 it computes under autocast,
-    with float32 weights, but for a frozen base."""
+def transformers_model(model: Llama, device: torch.device) -> nn.Module:
+    """Return transformers' LlamaForCausalLM of the same configuration, with weights of its own.
+    Raise UserError where it is not installed, or the model is no Llama."""
     try:
-        import peft
         import transformers
     except ImportError:
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
-    if not all(parameter.is_floating_point() for parameter in work.model.parameters()):
-        raise UserError("transformers' step is not made in 4 bits: leave out one of the two")
-    config = work.model.config
+    if not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise UserError("transformers' model is not made in 4 bits: leave out one of the two")
+    config = model.config
     if type(config) is not LlamaConfig:
-        raise UserError("transformers' step is of a Llama: give --model llama3.2-1b or the like")
-    lora = adapter_settings(work.model)
+        raise UserError("transformers' model is a Llama: give --model llama3.2-1b or the like")
     fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
     described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)
-    with torch.device(world.device):
-        model = transformers.LlamaForCausalLM(described)
+    with torch.device(device):
+        return transformers.LlamaForCausalLM(described)
+
+
+def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
+    """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
+    seven matrices of each block where the model has them. In bfloat16 it computes under autocast,
+    with float32 weights, but for a frozen base."""
     device = world.device
+    model = transformers_model(work.model, device)
+    lora = adapter_settings(work.model)
     autocasts = world.parallel.dtype == torch.bfloat16
     dtype = torch.bfloat16 if lora and autocasts else torch.float32
     model.to(device, dtype)
     if lora:
+        import peft
+
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
         options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, peft.LoraConfig(**options))

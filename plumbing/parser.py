@@ -120,7 +120,7 @@ def add_flag(group: argparse._ActionsContainer, name: str, spec: Flag, default) 
     unset = default if spec.unset is SAME_AS_DEFAULT else spec.unset
     help = spec.help
     if unset not in (None, False, (), "") and "(default" not in help:
-        shown = " ".join(unset) if isinstance(unset, tuple) else unset
+        shown = " ".join(map(str, unset)) if isinstance(unset, tuple) else unset
         help += f" (default: {shown})"
     options = dict(help=help, default=argparse.SUPPRESS) | spec.options
     if spec.choices:

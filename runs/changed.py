@@ -9,11 +9,12 @@ from torch import nn
 
 from config import ParallelConfig
 from files.published import computes, with_fixed_weights
-from model import KVCache, Llama, LlamaConfig
+from model import Llama, LlamaConfig
 from models.family import family_of
 from parallel import BEFORE_TP, World, set_dtype
 from plumbing.messages import UserError
 from runs import equal
+from techniques.kv_cache import KVCache
 from text.batch import kernel_widths
 
 
@@ -46,8 +47,11 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     cross entropy of the logits, generation with other logits than training, documents that depend
     on each other, a layer that adapters or 8 bits replace and model.py never calls."""
     small = equal.small_config(whole.config, whole.config.n_layers)
-    model, lines, called, cache = with_fixed_weights(small.build().double()), [], set(), KVCache()
-    tokens = equal.small_batch(2, T := 150, small).tokens  # longer than a short window
+    model = with_fixed_weights(small.build().double())
+    T = 150  # longer than a short window
+    tokens = equal.small_batch(2, T, small).tokens
+    lines = []
+    called = set()
     layers = {name: m for name, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
@@ -61,6 +65,7 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
             f"logits that generation uses {of_logits:.4g}: a change of logits belongs in "
             f"logits_of, one of the loss in loss_of, or under `if self.training`"
         )
+    cache = KVCache(T)
     try:
         for part in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
             last = model(tokens[:, part], positions=positions[:, part], cache=cache)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from config import Totals
 from data import Windows
-from generate import generate
 from model import IGNORE, Llama
 from parallel import World
 from plumbing import endings
@@ -28,6 +27,7 @@ from plumbing.devices import widest_float
 from plumbing.messages import with_progress
 from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
+from techniques.decoding import generate
 from text.batch import Batch
 from text.exams import Exam
 from text.packing import Packed, Rows

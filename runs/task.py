@@ -24,14 +24,14 @@ from torch import Tensor
 from config import Totals, Work
 from costs.search import fits_unsharded
 from data import local_batch, read_ahead
-from generate import generate
 from model import Llama
-from parallel import World, unsharded
+from parallel import World, weights_at_hand
 from plumbing.messages import print_rank_zero
 from runs.flags import Run
 from runs.records import described
 from runs.scores import Stopped, describe_exam, evaluate, take_exam
 from runs.setup import Job
+from techniques.decoding import generate
 from text.batch import Batch
 from text.chat import ANSWER_ROOM, SHOWN
 from text.order import Steps
@@ -103,8 +103,8 @@ class Task:
             measures = self.finish_measures(totals)
             gathered = contextlib.nullcontext()
             if self.whole_model_fits:
-                gathered = unsharded(model, world.parallel)
-            with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with a token
+                gathered = weights_at_hand(model, world.parallel)
+            with gathered, torch.compiler.set_stance("force_eager"):  # for few tokens
                 text = self.text_to_show(step)
                 scores = take_exam(model, exam, self.work.microbatch, world)[0] if exam else {}
         except Stopped as stopped:

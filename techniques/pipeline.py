@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from model import KVCache, Llama
+from model import Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
@@ -308,11 +308,6 @@ class Pipeline(nn.Module):
         """Compute what the whole model would, stage by stage, for evaluation and generation. All
         ranks have the logits; the rank with the last stage has the loss, the others 0. Messages are
         batched, since for single ones NCCL would make a communicator of each two ranks."""
-        caches = {}
-        if cache is not None:
-            if not cache.parts:
-                cache.parts.extend(KVCache() for _ in self.stages)
-            caches = dict(zip(self.stages, cache.parts))
         x = tokens
         for stage in range(self.last_stage + 1):
             here = stage % self.p
@@ -320,7 +315,8 @@ class Pipeline(nn.Module):
             if here == self.rank:
                 stream = as_stream(x, tokens, self.tp)
                 its_targets = targets if stage == self.last_stage else None
-                x = self.stages[stage](stream, its_targets, positions, caches.get(stage), documents)
+                part = cache and cache.parts[stage]
+                x = self.stages[stage](stream, its_targets, positions, part, documents)
                 if stage < self.last_stage:
                     x = to_local(x).contiguous()
                     wait(dist.batch_isend_irecv([self.message(dist.isend, x, group_peer=there)]))

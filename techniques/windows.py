@@ -28,13 +28,15 @@ from model import attend
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
-    """Return attention as model.attend does, in a window of W tokens. The T queries are those of
-    the last T keys.
+    """Return attention as model.attend does, in a window of W tokens. Several queries are those of
+    the last T keys; a single one may be of any key, of which a mask tells.
 
     q [B, T, H, E], k, v [B, S, KV, E], mask as there -> same shape as q."""
     if hasattr(mask, "attention"):  # as in model.attend
         return mask.attention(q, k, v, window)
     T = q.shape[1]
+    if T == 1 and mask is not None:
+        return attend(q, k, v, last_visible(mask, window))
     S = min(k.shape[1], T + window - 1)  # the last S keys are in some query's window
     k = k[:, -S:]
     v = v[:, -S:]
@@ -42,11 +44,22 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
         mask = mask[..., -S:]
     if T > 2 * window:  # fold computes 2 W scores for a query, where a mask of all has S
         return fold(q, k, v, mask, window)
-    if mask is None and S <= window:  # causal attention sees no more than the window
-        return attend(q, k, v, None)
-    causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    in_window = causal.triu(S - T - window + 1)
-    return attend(q, k, v, both(in_window, mask))
+    if mask is None:
+        if S <= window:  # causal attention sees no more than the window
+            return attend(q, k, v, None)
+        everything = torch.ones(T, S, dtype=torch.bool, device=q.device)
+        mask = everything.tril(S - T)
+    return attend(q, k, v, last_visible(mask, window))
+
+
+def last_visible(mask: Tensor, window: int) -> Tensor:
+    """Return a mask of the last `window` keys that another mask shows of each row: a key is not
+    among them if the key `window` later is shown, too. Keys that are shown follow each other."""
+    S = mask.shape[-1]
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    shown_later = shown[..., window:]
+    shown_later = F.pad(shown_later, (0, min(window, S)))
+    return both(~shown_later, mask)
 
 
 def both(visible: Tensor, mask: Tensor | None) -> Tensor:
@@ -84,8 +97,9 @@ def fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> T
     if mask is not None:
         rows = mask.expand(B, -1, -1, -1)
         padded = F.pad(rows, (before, after, 0, after), value=True)
+        groups = padded.unflatten(2, (n, W))
         # Of every group of queries with every group of keys, those of the same number.
-        pairs = padded.unflatten(2, (n, W)).unfold(-1, 2 * W, W)  # [B, 1, n, W, n, 2 W]
+        pairs = groups.unfold(-1, 2 * W, W)  # [B, 1, n, W, n, 2 W]
         mask = pairs.diagonal(dim1=2, dim2=4)  # [B, 1, W, 2 W, n]
         mask = mask.movedim(-1, 1).flatten(0, 1)  # [B n, 1, W, 2 W]
     keys = groups_of_keys(k)

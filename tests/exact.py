@@ -15,12 +15,12 @@ from plain import plain_training
 from workers.train_cases import BATCH, SEQ, config_of, steps_of
 
 from config import ParallelConfig, Work
-from generate import generate
 from model import Llama, LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
 from runs.rules import check_parallel, check_work
 from techniques import nf4
+from techniques.decoding import generate
 
 # Configurations for tp 1, 2 and 4, with sizes that ranks divide unevenly where tp allows it.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)

@@ -90,8 +90,10 @@ NORM = "self.norm(x[:, -1:] if cache else x)"
 KEYS = "k = rotate(self.keys(x), cos, sin)"
 VALUES = "v = self.values(x)"
 ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
-LOOP = "            for block in self.layers.values():\n                x = block("
+LOOP = "            for name, block in self.layers.items():\n                x = block("
+CALL = "x, cos, sin, mask, cache and cache.layers[name]"
 
+HEAD_DIM = "        self.head_dim = config.head_dim\n"
 SHARED_GLOBAL = {  # odd layers add the keys of the layer before, from a global
     f"{VALUES}  #": "KEYS.append(k) if self.layer % 2 == 0 else None\n"
     f"        k = k + KEYS[-1]\n        {VALUES}  #",
@@ -104,14 +106,12 @@ SHARED = {  # odd layers add the values of the layer before, which blocks hand o
     "cache=None):\n        x = x": "cache=None, last=None):\n        x = x",
     f"x = x + {ATTENTION}": f"y, last = {ATTENTION[:-1]}, last)\n        x = x + y",
     f"return x + {FEED_FORWARD}": f"return x + {FEED_FORWARD}, last",
-    f"{LOOP}x, cos, sin, mask, cache)": f"            last = None\n{LOOP[:-10]}x, last = block("
-    "x, cos, sin, mask, cache, last)",
+    f"{LOOP}{CALL})": f"            last = None\n{LOOP[:-10]}x, last = block({CALL}, last)",
 }
 SCALES = {  # each head has a learned scale, 1 at first as that of a norm
     "class Attention(": "class HeadScale(RMSNorm):\n    def forward(self):\n"
     "        return self.weight\n\n\nclass Attention(",
-    "        self.head_dim = config.head_dim\n": "        self.head_dim = config.head_dim\n"
-    "        self.scale = HeadScale(config.n_heads, 0.0)\n",
+    HEAD_DIM: f"{HEAD_DIM}        self.scale = HeadScale(config.n_heads, 0.0)\n",
     KEYS: f"q = q * self.scale()[:, None]\n        {KEYS}",
 }
 
@@ -189,8 +189,7 @@ def test_the_loss_that_docs_change_md_prints_is_exact(corpus, tmp_path):
 
 WQ = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
 SHIFTED = "x = x + F.pad(x, (0, 0, 1, -1)) + self.attention(self.attention_norm(x)"
-SEEN = "    return (same & causal)[:, None]"
-WINDOW = {SEEN: f"    same &= causal ^ causal.tril(S - queries - 64)\n{SEEN}"}
+WINDOW = {"first = slots - positions": "first = slots - positions.clamp(max=63)"}
 NO_CACHE = {"x = x + self.attention(self.attention_norm(x)": SHIFTED}
 CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
 

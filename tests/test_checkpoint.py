@@ -19,11 +19,11 @@ from files import directories
 from files.conversion import import_weights
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
-from generate import generate
 from model import Llama, LlamaConfig
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from runs.records import best_loss
+from techniques.decoding import generate
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 

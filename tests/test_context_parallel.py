@@ -55,7 +55,7 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
             own_queries = own_tokens(q, rank, n)
             parts.append(documents.attend_to(own_queries, k, v))
         found = whole_sequences(torch.stack(parts))
-        mask = document_mask(positions, T)
+        mask = document_mask(positions, torch.arange(T), T)
         expected = attend(q, k, v, mask)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         grad = torch.randn_like(found)

@@ -14,8 +14,8 @@ from test_formats import our_model, saved
 
 import generate as script
 from files.loading import load_pretrained
-from generate import generate, stream
 from model import LlamaConfig
+from techniques.decoding import generate, stream
 from text.targets import encode_prompt
 
 NEW = 30  # --max-new-tokens
@@ -98,8 +98,8 @@ def test_one_prompt_or_several_are_continued(base):
 def test_characters_of_several_tokens_are_whole(monkeypatch):
     poem = "El niño soñó: 漢字 y 🙂.\n"
     steps = [[token] for token in BYTES.encode(poem)]
-    monkeypatch.setattr(script, "stream", lambda *_: iter(steps))
-    pieces = [*script.stream_text(None, [], BYTES)]
+    monkeypatch.setattr(script, "stream", lambda *_, **__: iter(steps))
+    pieces = [*script.stream_text(None, [1], BYTES)]
     assert "".join(pieces) == poem
     assert "漢" in pieces
     assert "🙂" in pieces

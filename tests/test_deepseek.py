@@ -18,14 +18,14 @@ from files.formats import hf_config
 from files.gguf import save_gguf
 from files.loading import load_pretrained
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
-from generate import generate
 from lora import targets_in
-from model import KVCache
 from models.deepseek_v3 import TINY, V3, Router
 from models.mixtral import MixtralConfig
 from parallel import refusal
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
+from techniques.decoding import generate
+from techniques.kv_cache import KVCache
 
 # The fields of the published config.json that say what is computed, without its fp8.
 V3_FIELDS = dict(
@@ -114,7 +114,7 @@ def test_pieces_and_documents_are_computed_as_whole_rows(config):
     model = our_model(replace(config, n_kv_heads=3), torch.float64, factor=3, norms=(0.9, 1.2))
     tokens = tokens_of(config, 2, 60)
     whole = model(tokens)
-    cache, start = KVCache(), 0
+    cache, start = KVCache(64), 0
     for end in (1, 30, 31, 60):
         positions = torch.arange(start, end).expand(2, -1)
         last = model(tokens[:, start:end], positions=positions, cache=cache)

@@ -93,7 +93,7 @@ def test_lengths_and_mask_say_the_same():
                 length = end - start
                 assert 0 <= length <= longest <= T
                 pairs[start:end, start:end] = torch.ones(length, length).tril()
-            masks = document_mask(part.positions, T)[:, 0].int()
+            masks = document_mask(part.positions, torch.arange(T), T)[:, 0].int()
             expected = torch.block_diag(*masks).bool()
             assert torch.equal(pairs, expected)
 
@@ -141,8 +141,8 @@ def test_without_a_kernel_there_is_a_mask(with_kernel, dtype, head_dim):
 def test_a_mask_and_a_kernel_that_differ_are_refused(with_kernel, monkeypatch):
     """Only where there is a kernel."""
 
-    def within_a_window(positions, queries):
-        return document_mask(positions, queries).triu(-256)
+    def within_a_window(positions, slots, S):
+        return document_mask(positions, slots, S).triu(-256)
 
     monkeypatch.setattr("model.document_mask", within_a_window)
     refusal = pytest.raises(UserError, match="change both alike")

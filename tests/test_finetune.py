@@ -18,9 +18,9 @@ from files.directories import read_index
 from files.loading import load_pretrained
 from files.safetensors import open_safetensors
 from finetune_lora import load_adapter
-from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama, LlamaConfig
+from techniques.decoding import generate
 from text.chat import open_samples
 from text.order import window_of
 from text.targets import encode_prompt

@@ -51,7 +51,7 @@ def test_attention_by_documents_is_attention_by_mask(kv_heads):
         positions = random_positions(3, 200, within=trial % 2 == 0)
         tokens = torch.zeros(3, 200, dtype=torch.int64)
         batch = Batch(tokens, tokens, positions, 0).to(DEVICE)
-        mask = document_mask(batch.positions, 200)
+        mask = document_mask(batch.positions, torch.arange(200, device=DEVICE), 200)
         q = torch.randn(3, 200, 4, 64, device=DEVICE)
         k = torch.randn(3, 200, kv_heads, 64, device=DEVICE)
         v = torch.randn(3, 200, kv_heads, 64, device=DEVICE)

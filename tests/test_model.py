@@ -1,6 +1,5 @@
 """model.py against transformers, plain PyTorch and formulas, in float64."""
 
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, hugging_face_model, like
+from conftest import hugging_face_model, like
 from test_formats import our_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import ParallelConfig
 from costs.shapes import flops_per_token, peak_flops
 from files.formats import HF_NAMES, hf_name, to_hf_rows
-from generate import generate, sample
-from model import IGNORE, KVCache, Llama, LlamaConfig, Vocabulary, sum_of_losses
+from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
 from models.family import family_of, find_preset
 from perf.instruments import build_on_meta
 from techniques import chunked_loss as chunked_loss_py
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
+from techniques.kv_cache import KVCache
 
 SMALL = LlamaConfig(64, 3, 4, 2, 96, vocab_size=97, max_seq_len=256)
 DEEPSEEK = like(
@@ -229,7 +228,7 @@ def test_pieces_of_a_text_and_packed_documents_equal_transformers(name):
     tokens = tokens_of(config, 2, 48)
     expected = theirs(tokens).logits
     positions = torch.arange(48).expand(2, -1)
-    cache = KVCache()
+    cache = KVCache(48)
     for begin, end in ((0, 25), (25, 26), (26, 47), (47, 48)):
         piece = slice(begin, end)
         last = ours(tokens[:, piece], positions=positions[:, piece], cache=cache)
@@ -316,107 +315,7 @@ def test_loss_is_float32_in_bfloat16():
     assert relative(loss.double(), expected) < 0.02
 
 
-# ------------------------------------------------------------------------------------ generation
-
-
-@pytest.mark.parametrize("at_a_time", [2048, 5])
-def test_cached_generation_equals_the_uncached_forward(at_a_time, monkeypatch):
-    monkeypatch.setattr("generate.AT_A_TIME", at_a_time)
-    model = build(SMALL)
-    prompts = [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
-    answers = generate(model, prompts, 25, temperature=0)
-    for prompt, new in zip(prompts, answers):
-        logits = model(torch.tensor([prompt + new]))[0]
-        likeliest = logits.argmax(-1).tolist()
-        assert new == likeliest[len(prompt) - 1 : -1]
-
-
-def test_generation_stops_row_by_row():
-    model = build(SMALL)
-    prompts = [tokens_of(SMALL, 4, seed=n).tolist() for n in range(6)]
-    free = generate(model, prompts, 30, temperature=0)
-    stop = (free[0][3], free[2][8])
-    answers = generate(model, prompts, 30, temperature=0, stop=stop)
-    for whole, stopped in zip(free, answers):
-        expected = []
-        for token in whole:
-            expected.append(token)
-            if token in stop:
-                break
-        assert stopped == expected
-
-
-FROZEN = json.loads((ROOT / "tests/frozen_tokens.json").read_text())
-SAMPLED = {
-    "greedy": dict(temperature=0.0),
-    "top_k": dict(temperature=0.7, top_k=9),
-    "top_p": dict(top_p=0.8, seed=3),
-}
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_tokens_are_those_of_before(name):
-    """What 86671ca drew: two prompts are equal, and rows end at different times."""
-    family, way = name.split()
-    sizes = LlamaConfig(32, 2, 4, 4 if family == "mixtral" else 2, 48, vocab_size=101)
-    config = {
-        "gqa": replace(sizes, rope_scaling=8.0),
-        "qwen3": like(sizes, "qwen3", head_dim=16),
-        "mixtral": like(sizes, "mixtral", n_experts=4),
-    }[family]
-    model = config.build().double()
-    model.init_weights(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1.3)
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
-    assert generate(model, prompts, 24, stop=(7,), **SAMPLED[way]) == FROZEN[name]
-
-
-def test_each_prompt_is_read_once_and_finished_rows_are_computed_no_more():
-    model, shapes = build(SMALL), []
-    prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
-    free = generate(model, prompts, 6, temperature=0)
-    stop = free[1][2]
-    model.tok_embeddings.register_forward_pre_hook(lambda m, x: shapes.append((*x[0].shape,)))
-    log_p = []
-    answers = generate(model, prompts, 6, temperature=0, stop=(stop,), log_p=log_p)
-    lengths = [*map(len, answers)]
-    assert answers[1] == free[1][: lengths[1]] and lengths[1] < lengths[0]
-    running = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
-    assert shapes == [(2, 3), *((rows, 1) for rows in running)]
-    assert not torch.stack(log_p)[lengths[1] :, 1].any()
-
-
-def test_without_an_order_a_draw_is_by_the_share_of_each_token():
-    """No logits are sorted: the token is the first at which the sum of probabilities exceeds the
-    number, in the order of the vocabulary."""
-    logits = torch.randn(64, 31, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    uniform = torch.rand(64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    sums = (logits.float() / 0.7).softmax(-1).double().cumsum(-1)
-    expected = (sums < uniform[:, None] * sums[:, -1:]).sum(-1)
-    assert sample(logits, 0.7, 0, 1.0, uniform).equal(expected)
-
-
-def test_sampling_follows_temperature_top_k_and_top_p():
-    p = torch.tensor([0.1, 0.5, 0.15, 0.25])
-    squared = p.pow(2) / p.pow(2).sum()
-    top2 = torch.tensor([0, 2 / 3, 0, 1 / 3])
-    second = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    logits = p.log().expand(4000, -1)
-    for temperature, top_k, top_p, expected in (
-        (1.0, 0, 1.0, p),
-        (0.5, 0, 1.0, squared),
-        (1.0, 2, 1.0, top2),
-        (1.0, 0, 0.6, top2),
-        (1.0, 0, 1e-9, second),
-        (0.0, 0, 1.0, second),
-    ):
-        generator = torch.Generator().manual_seed(0)
-        uniform = torch.rand(4000, generator=generator)
-        picked = sample(logits, temperature, top_k, top_p, uniform)
-        found = picked.bincount(minlength=4) / 4000
-        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+# ------------------------------------------------------------------------------------------ FLOPs
 
 
 def test_flops_of_a_window_are_those_of_its_tokens():

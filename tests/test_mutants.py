@@ -20,7 +20,7 @@ K = "k = rotate(self.keys(x), cos, sin)"
 V = "v = self.values(x)"
 NORM = "return rms_norm(x, self.weight, self.eps)"
 EMBED = "else self.embed(tokens)"
-LOOP = "for block in self.layers.values():"
+LOOP = "for name, block in self.layers.items():"
 LOGITS = "return F.linear(hidden, weight)"
 LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
 SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
@@ -39,7 +39,7 @@ RIGHT = {  # equal under every split
     "no RoPE in odd layers": {
         Q: f"if self.layer % 2:\n            cos, sin = 1, 0\n        {Q}"},
     "values from keys": {V: f"{V} + k"},
-    "a window of scores": {"same = document[": "same = (positions[:, None] > 2) & document["},
+    "a window of scores": {"return visible[:, None]": "return visible[:, None] & (keys < 9)"},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
     "biases": {"self.wq = nn.Linear(config.dim, config.q_dim, bias=False)":
                "self.wq = nn.Linear(config.dim, config.q_dim, bias=True)"},
@@ -53,8 +53,8 @@ PARTLY = {  # equal under some splits, and refused under the named ones
          f"            {FORWARD_LOSS} + self.training * z"}, "tp"),
     "a scale in each stage": ({LOOP: f"x = 2 * x\n            {LOOP}"}, "pp"),
     "another first block": (
-        {LOOP: "for i, block in enumerate(self.layers.values()):\n"
-         "                x = 2 * x if i == 0 else x"}, "pp"),
+        {LOOP: "first = next(iter(self.layers))\n            "
+         f"{LOOP}\n                x = 2 * x if name == first else x"}, "pp"),
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "positions of a rank": (

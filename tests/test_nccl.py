@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig
-from generate import generate
 from model import Llama, LlamaConfig
-from parallel import parallelize, unsharded, with_mesh
+from parallel import parallelize, weights_at_hand, with_mesh
 from perf import instruments
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
 from runs.scores import row_sums
 from techniques.context_parallel import share_sequences
+from techniques.decoding import generate
 from techniques.optimizers import make_optimizer
 from train import accumulate
 
@@ -110,7 +110,7 @@ def recorded(rank: int, parallel: ParallelConfig, tied: bool) -> list[list[tuple
             optimizer.step()
             windows = SimpleNamespace(batch=lambda numbers: rows(len(numbers)))
             row_sums(model, windows, range(25), 2, world)
-            with unsharded(model, parallel):
+            with weights_at_hand(model, parallel):
                 generate(model, [[1, 2, 3]], 2, temperature=0)
         return queue.calls
     finally:

@@ -341,6 +341,6 @@ def test_an_answer_that_does_not_end_is_none():
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
-    edits = {"        self.layers[layer] = k, v": "        self.layers[layer] = k, 1.01 * v"}
-    within = changed_copy(tmp_path / "copy", edits=edits)
+    edits = {"self.whole.slots, v)": "self.whole.slots, 1.01 * v)"}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="kv_cache")
     refused(launch(*within, *command(given, tmp_path / "out")), "between sampling and training")

@@ -27,7 +27,8 @@ def mask_of(kind: str, T: int, S: int) -> torch.Tensor | None:
     for first in (3, S // 2):
         row = torch.cat([torch.arange(first), torch.arange(S)])
         rows.append(row[:S])
-    visible = document_mask(torch.stack(rows), T)
+    slots = torch.arange(S - T, S)
+    visible = document_mask(torch.stack(rows)[:, slots], slots, S)
     if kind == "bool":
         return visible
     return torch.zeros_like(visible, dtype=torch.float64).masked_fill(~visible, -torch.inf)

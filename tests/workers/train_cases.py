@@ -28,11 +28,10 @@ import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
 from files.adapters import gather_adapters
-from generate import generate
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for, initial_value_of
 from models.family import families
-from parallel import parallelize, unsharded, with_mesh
+from parallel import parallelize, weights_at_hand, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
 from plumbing.joining import init_distributed
 from plumbing.processes import run
@@ -43,6 +42,7 @@ from runs import scores
 from runs.equal import whole_tensor
 from runs.task import Task
 from techniques.context_parallel import share_sequences
+from techniques.decoding import generate
 from techniques.optimizers import make_optimizer, optimizer_parameters
 from techniques.recompute import is_attention
 from text.batch import Batch
@@ -288,7 +288,7 @@ def train(process, case: dict) -> dict:
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
             tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
-            with sampling, unsharded(model, world.parallel):
+            with sampling, weights_at_hand(model, world.parallel):
                 assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
     gathers, _ = sampling.sent.get(("shard", "all-gather"), (0, 0))
     saving = Counted(world)
