@@ -290,7 +290,7 @@ def step(asked: Measurement, run: Run) -> str:
     else:
         job = prepare_pretraining(run, parallel, process)
     world, runner, work = train.split(run, parallel, job, process)
-    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
+    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
     task = script.task(run, job, world, work, sample_text=None)
@@ -339,7 +339,7 @@ def equal(run: Pretraining) -> str:
 
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
         world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
-        optimizer = make_optimizer(model, world, job.lr, run.weight_decay)
+        optimizer = make_optimizer(model, world, job.lr, run.weight_decay, run.betas)
         return train.update(optimizer, loss, batch.count(), batch.text_bytes, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -48,9 +48,10 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import rules, setup
-from runs.flags import DATA, MODEL, Run
+from runs.flags import DATA, MODEL, Run, rate_flag
 from runs.task import Task, sample_answers
 from techniques import nf4
+from techniques.optimizers import peak_rate
 from text.chat import open_samples
 from text.conversations import conversations
 from text.corpora import Reading
@@ -94,7 +95,7 @@ class Finetuning(Run):
                              may_change=True, nargs="?", const="last")
 
     steps: int = other_default(Run, "steps", 200)
-    lr: float = other_default(Run, "lr", 5e-3)
+    lr: float | None = rate_flag("fine-tuning")
     weight_decay: float = other_default(Run, "weight_decay", 0.0)
     warmup: int = other_default(Run, "warmup", 20)
     save_every: int = other_default(Run, "save_every", 100)
@@ -134,6 +135,8 @@ class Finetuning(Run):
         init = self.init.resolve()
         base = init.parent.name if init.name.startswith("step-") else init.name
         return f"{base}-{self.goal}"
+
+    task: ClassVar[str] = "fine-tuning"  # its rates are in techniques/optimizers.py
 
     @property
     def goal(self) -> str:
@@ -220,6 +223,8 @@ def prepare(
     rules.check_training_flags(run, parallel, base["model"], process, *techniques)
     with torch.device("meta"):
         model = base["model"].build()
+        of_all = "" if run.adapters else " of all weights"
+        usual_rate = peak_rate(f"{run.task}{of_all}", model)
         if run.adapters:
             asked = run.targets if "targets" in run.typed else ()
             targets = lora.targets_in(model, asked)
@@ -248,7 +253,7 @@ def prepare(
         val_set=val_set,
         data_checksum=checksum,
         exam=exam,
-        lr=run.lr,
+        lr=usual_rate if run.lr is None else run.lr,
         last_step=last_step,
         base=base["directory"],
         techniques=techniques,

@@ -45,6 +45,7 @@ from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from plumbing.parser import positive_float
+from runs.flags import rate_flag
 from runs.scores import evenly_spaced, set_loss_of_each_target, shared_batches
 from runs.task import Task
 from text.batch import Batch
@@ -79,11 +80,12 @@ class Preferring(Finetuning):
     loss: str = flag("sigmoid", "loss of a pair: DPO's sigmoid, or IPO's, which is lowest at a "
                      "margin of 1/2", "preferences", choices=LOSSES)
     # fmt: on
-    lr: float = other_default(Finetuning, "lr", 5e-4)
+    lr: float | None = rate_flag("preferences")
     steps: int = other_default(Finetuning, "steps", 100)
     eval_every: int = other_default(Finetuning, "eval_every", 50)
 
     goal = "dpo"
+    task = "preferences"
 
     @property
     def references(self) -> int:

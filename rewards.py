@@ -48,16 +48,16 @@ from parallel import used_techniques, weights_at_hand
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
+from runs.flags import rate_flag
 from runs.scores import batch_of, set_loss_of_each_target
 from runs.task import Task
 from techniques.decoding import generate
 from text.batch import Batch
-from text.chat import SHOWN
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.order import Steps, window_of
 from text.packing import Rows
-from text.targets import encode_prompt
+from text.targets import SHOWN, encode_prompt
 from text.tokenizer import Tokenizer
 
 # The largest difference of a token's log p between sampling and training that a run accepts. In
@@ -77,9 +77,10 @@ class Rewarding(Finetuning):
     max_new_tokens: int = flag(64, "tokens of an answer at most", "rewards")
     # fmt: on
     batch: int = other_default(Finetuning, "batch", 64)
-    lr: float = other_default(Finetuning, "lr", 1e-4)
+    lr: float | None = rate_flag("rewards")
 
     goal = "grpo"
+    task = "rewards"
 
     @property
     def answers_messages(self) -> bool:

@@ -90,14 +90,15 @@ def train(task: Task, runner: nn.Module) -> bool:
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
     the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
     run, job, world, work = task.run, task.job, task.world, task.work
-    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay)
+    optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
     steps = setup.steps_of(run, job, work, saved)
     task.begin(steps)  # before a checkpoint is loaded
     setup.load(steps, run, job, optimizer)
     if steps.done >= steps.last:
         return True
-    print_rank_zero(records.describe_run(run, work, world, steps.last, job.train_set.sources))
+    sources = job.train_set.sources
+    print_rank_zero(records.describe_run(run, work, world, steps.last, sources, job.lr))
     facts = setup.facts_of(job, work, steps)
     saver = Saver(run.directory, job.model, optimizer, job.tokenizer, values_of(run), facts)
     if run.init and run.eval_every and not steps.done:
@@ -236,11 +237,19 @@ def update(
 
 
 def learning_rate(step: int, last: int, peak: float, run: Run) -> float:
-    """Return the learning rate of step 1..last (warmup-stable-decay): linear warmup to the peak,
-    then constant, and linear decay over the last third, to 0 at step last + 1."""
-    rise = step / max(run.warmup, 1)
-    fall = (last + 1 - step) / (last / 3)
-    return peak * min(rise, 1, fall)
+    """Return the learning rate of step 1..last: linear warmup to the peak, then by --lr-schedule.
+    wsd (warmup-stable-decay) is constant, and decays linearly over the last third. It and the other
+    decays would reach 0 at step last + 1."""
+    warmup = max(run.warmup, 1)
+    to_the_end = last + 1 - step
+    left = to_the_end / max(last + 1 - warmup, 1)  # 1 when the warmup ends
+    falls = {
+        "wsd": to_the_end / (last / 3),
+        "linear": left,
+        "cosine": (1 - math.cos(math.pi * min(left, 1))) / 2,
+        "constant": 1,
+    }
+    return peak * min(step / warmup, 1, falls[run.lr_schedule])
 
 
 if __name__ == "__main__":

@@ -27,14 +27,11 @@ from perf.instruments import build_on_meta, check_writable, write_json
 from plumbing.messages import UserError
 from runs.changed import prediction_note
 from techniques import nf4
+from techniques.optimizers import peak_rate
 
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
 # was predicted, by kind_of their configuration (docs/calibrate.py).
 SPREAD = {"dp": 0.15, "tp": 0.21, "cp": 0.18, "pp": 0.21}
-# Peak learning rates of Llama 3 (arXiv:2407.21783, table 3), and of QLoRA (arXiv:2305.14314, table
-# 9) for adapters: parameters from which on they hold -> rate.
-LEARNING_RATES = {300e9: 8e-5, 50e9: 1.5e-4, 0.5e9: 3e-4}
-LEARNING_RATES_OF_ADAPTERS = {30e9: 1e-4, 0.5e9: 2e-4}
 
 
 def kind_of(parallel: ParallelConfig) -> str:
@@ -202,22 +199,20 @@ def commands(plan: Plan, question: Question) -> list[str]:
     lora = adapter_settings(work.model)
     per_node = min(question.gpus, question.machine.per_node)
     nodes = question.gpus // per_node
+    job = f"pretraining with {work.parallel.optimizer}"
     if lora:
         what = "finetune_lora.py --init BASE --data CHATS.jsonl"
+        job = "fine-tuning"
         if work.references:
             what = "preferences.py --init BASE --data PAIRS.jsonl"
+            job = "preferences"
         what += f" --rank {lora.rank}"
         what += " --base-bits 4" if question.in_4_bits else ""
         what += " --dora" if lora.dora else ""
     else:
         what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
         what += " --document-mask" if work.document else ""  # which conversations always have
-    parameters = sum(p.numel() for p in build_on_meta(work.model.config).parameters())
-    rates = LEARNING_RATES_OF_ADAPTERS if lora else LEARNING_RATES
-    for least, rate in rates.items():
-        if parameters >= least:
-            what += f" --lr {rate:g}"
-            break
+    what += f" --lr {peak_rate(job, build_on_meta(work.model.config)):g}"
     train = (
         f"{what} --out out/{question.preset} --batch {work.batch} --microbatch {work.microbatch} "
         f"--seq-len {work.seq_len} {flags_of(work.parallel)}"

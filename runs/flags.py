@@ -26,12 +26,19 @@ from plumbing.parser import (
     positive_float,
     positive_int,
 )
-from techniques.optimizers import PEAK_RATES
+from techniques.optimizers import rates_in_words
 from text.tokenizer import DEFAULT_TOKENIZER
 
 MODEL, DATA, STEP, RUN = "model", "data", "optimizer step", "run"
 SPLIT = "how a step is split over ranks and computed"
-RATES = ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in PEAK_RATES.items())
+
+
+def rate_flag(*tasks: str):
+    """Return the field of --lr. Its help has the rates of these tasks."""
+    rates = "; ".join(map(rates_in_words, tasks))
+    help = f"peak learning rate (default: by the model's size: {rates})"
+    return flag(None, help, STEP, nonnegative_float)
+
 
 # fmt: off
 
@@ -57,8 +64,12 @@ class Run:
     steps: int = flag(1150, "number of optimizer steps", STEP)
     epochs: float | None = flag(None, "in place of --steps: how often the data are read", STEP,
                                 positive_float)
-    lr: float | None = flag(None, f"peak learning rate; larger models need less (default: {RATES})",
-                            STEP, nonnegative_float)
+    lr: float | None = rate_flag("pretraining", "fine-tuning")
+    lr_schedule: str = flag("wsd", "the rate after the warmup: wsd stays at the peak, and falls in "
+                            "the last third; linear and cosine fall at once; all fall to 0",
+                            STEP, choices=["wsd", "linear", "cosine", "constant"])
+    betas: tuple[float, ...] = flag((0.9, 0.95), "AdamW's beta 1 and beta 2 (default: 0.9 0.95)",
+                                    STEP, nonnegative_float, nargs=2, metavar="BETA")
     weight_decay: float = flag(0.1, "of matrices; norms have none", STEP)
     warmup: int = flag(50, "steps of linear warmup to the peak, even where --steps are fewer",
                        STEP, nonnegative_int)
@@ -103,6 +114,8 @@ class Run:
         """Raise UserError for flags that exclude each other, whatever the model and the data."""
         if {"steps", "epochs"} <= self.typed:
             raise UserError("--steps and --epochs exclude each other: give one of them")
+        if max(self.betas) >= 1:
+            raise UserError(f"--betas {self.betas[0]:g} {self.betas[1]:g}: give two below 1")
 
     @property
     def adapters(self) -> LoRA | None:

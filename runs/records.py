@@ -231,9 +231,10 @@ def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
 
 
 def describe_run(
-    run: Run, work: Work, world: World, last_step: int, sources: list[tuple[int, int]]
+    run: Run, work: Work, world: World, last_step: int, sources: list[tuple[int, int]], lr: float
 ) -> str:
-    """Return a line on the model, the batch, the `sources` (text/order.py) and the processes."""
+    """Return a line on the model, the batch, the `sources` (text/order.py), the processes and the
+    peak learning rate."""
     model, parallel = work.model, world.parallel
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model.config.build().parameters())  # without adapters
@@ -248,7 +249,7 @@ def describe_run(
         f"{run.directory}: {parameters / 1e6:,.2f} M parameters{part}; {work.batch} x "
         f"{work.seq_len} tokens a step; {describe_epochs(last_step * work.batch, sources)}; "
         f"{world.size} process(es) on {world.device.type}, {dtype}, microbatches of "
-        f"{work.microbatch}{notes}"
+        f"{work.microbatch}, learning rate {lr:g}{notes}"
     )
 
 

@@ -138,7 +138,9 @@ def check_out(out: Path, resume: bool) -> None:
 
 def check_steps(run: Run, steps: int) -> None:
     """Raise UserError for a warmup or for skipped steps that do not fit the number of steps."""
-    longest = steps + 1 - math.ceil(steps / 3)  # then learning_rate decays
+    longest = steps
+    if run.lr_schedule == "wsd":
+        longest = steps + 1 - math.ceil(steps / 3)  # then learning_rate decays
     # The default may be longer: first trials are short.
     if "warmup" in run.typed and run.warmup > longest:
         raise UserError(

@@ -32,7 +32,7 @@ from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
 from runs.flags import Pretraining, Run
-from techniques.optimizers import PEAK_RATES
+from techniques.optimizers import peak_rate
 from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
@@ -141,6 +141,7 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
 
     with torch.device("meta"):
         model = config.build()
+    job = "fine-tuning of all weights" if run.init else f"pretraining with {parallel.optimizer}"
     return Job(
         model=model,
         whole=copy.deepcopy(model),
@@ -150,7 +151,7 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
         val_set=val_set,
         data_checksum=process.check_same("the training data", train_set.checksum()),
         exam=exam,
-        lr=PEAK_RATES[parallel.optimizer] if run.lr is None else run.lr,
+        lr=peak_rate(job, model) if run.lr is None else run.lr,
         last_step=rules.last_step(run, len(train_set)),
     )
 

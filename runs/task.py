@@ -33,8 +33,8 @@ from runs.scores import Stopped, describe_exam, evaluate, take_exam
 from runs.setup import Job
 from techniques.decoding import generate
 from text.batch import Batch
-from text.chat import ANSWER_ROOM, SHOWN
 from text.order import Steps
+from text.targets import ANSWER_ROOM, SHOWN
 from text.tokenizer import Tokenizer
 
 

@@ -17,11 +17,52 @@ from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import Muon
 from techniques.zero1 import all_gather_updates
 
-PEAK_RATES = {"muon": 0.02, "adamw": 0.005}  # of runs that ask for none
+# The peak learning rate of a run that names none, and of the command that a plan prints. It follows
+# from the job, a task and what is trained for it, and from the model's size. TINY: it was measured
+# with models of a few million parameters; docs/moving.md has the sources of the others in full.
+# job -> (parameters from which on it holds, peak learning rate, source)
+TINY = "measured"
+SMALLEST = 0.5e9  # parameters of a model for which the published rates are taken
+PEAK_RATES = {
+    "pretraining with muon": [(0, 2e-2, TINY)],
+    "pretraining with adamw": [
+        (0, 5e-3, TINY),
+        (SMALLEST, 3e-4, "Llama 3"),
+        (50e9, 1.5e-4, "Llama 3"),
+        (300e9, 8e-5, "Llama 3"),
+    ],
+    "fine-tuning": [(0, 5e-3, TINY), (SMALLEST, 2e-4, "QLoRA"), (30e9, 1e-4, "QLoRA")],
+    "fine-tuning of all weights": [(0, 5e-3, TINY), (SMALLEST, 2e-5, "torchtune")],
+    "preferences": [(0, 5e-4, TINY), (SMALLEST, 5e-6, "trl")],
+    "preferences of all weights": [(0, 5e-4, TINY), (SMALLEST, 1e-6, "trl")],
+    "rewards": [(0, 1e-4, TINY), (SMALLEST, 1e-5, "trl")],
+    "rewards of all weights": [(0, 1e-4, TINY), (SMALLEST, 1e-6, "trl")],
+}
+
+
+def peak_rate(job: str, model: torch.nn.Module) -> float:
+    """Return the peak learning rate of a job of PEAK_RATES for a model, without adapters."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    _, rate, _ = max(row for row in PEAK_RATES[job] if row[0] <= parameters)
+    return rate
+
+
+def rates_in_words(task: str) -> str:
+    """Return the rates of a task's jobs, from those of small models to those of large ones."""
+    words = []
+    for job, rows in PEAK_RATES.items():
+        if job.startswith(task):
+            rates = [f"{rate:g}" for _, rate, _ in rows]
+            words.append(f"{job} {' to '.join(rates)}")
+    return ", ".join(words)
 
 
 def make_optimizer(
-    model: Llama, world, lr: float = 5e-3, weight_decay: float = 0.1
+    model: Llama,
+    world,
+    lr: float = 5e-3,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `world`, a World of parallel.py, asks for. Weight decay applies to
     matrices and not to vectors: norms, biases, magnitudes of DoRA."""
@@ -32,7 +73,7 @@ def make_optimizer(
     groups = [{"params": matrices, "weight_decay": weight_decay}]
     if vectors:  # a plain adapter has none
         groups.append({"params": vectors, "weight_decay": 0.0})
-    options = dict(lr=lr, betas=(0.9, 0.95))
+    options = dict(lr=lr, betas=betas)
     if world.parallel.optimizer == "muon":
         in_blocks = {name for name in names_of_matrices if name.startswith("layers.")}
         optimizer = Muon(groups, **options, world=world, names=in_blocks)

@@ -194,7 +194,7 @@ SMALL = {  # what is appended to the commands
     "train.py": FEW,
     "finetune_lora.py": FEW,
     "preferences.py": FEW.replace("64", "256"),
-    "rewards.py": FEW.replace("64", "128"),
+    "rewards.py": FEW.replace("64", "128") + " --max-new-tokens 4",
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",

@@ -25,6 +25,10 @@ FROZEN = ROOT / "tests/frozen_flags.jsonl"
 LINES = [json.loads(line) for line in FROZEN.read_text().splitlines()]
 WHOLE = [line for line in LINES if len(line.get("values", ())) > 40]
 DEFAULTS = {line["script"]: line["values"] for line in WHOLE}
+for script in ("finetune_lora", "preferences", "rewards"):
+    DEFAULTS[script]["lr"] = (
+        None  # since then it follows the model's size (techniques/optimizers.py)
+    )
 
 
 @pytest.mark.parametrize("script", DEFAULTS)

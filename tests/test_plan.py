@@ -24,6 +24,7 @@ from perf.instruments import build_on_meta, emulate
 from plumbing.parser import parse
 from runs.flags import Pretraining
 from runs.setup import ratio_of_peaks
+from techniques.optimizers import peak_rate
 from techniques.schedules import SCHEDULES
 
 FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
@@ -120,6 +121,13 @@ def test_the_flags_of_every_plan_ask_for_it():
         assert again == parallel
     for work in works:
         check_step(work, base_bits=16)
+
+
+def test_a_plan_has_the_rate_of_its_job():
+    """That of techniques/optimizers.py, which preferences.py takes without --lr, too."""
+    out = run("--lora preferences --model llama3.1-8b --gpus 8")
+    assert peak_rate("preferences", build_on_meta(PRESETS["llama3.1-8b"])) == 5e-6
+    assert "--lr 5e-06 " in command_in(out)
 
 
 def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():

@@ -210,6 +210,22 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert learning_rate(1, 2, 1.0, longer_than_the_run) == 0.02
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_the_learning_rate_follows_transformers_schedules(schedule):
+    """They count steps from 0: our rate of step n is theirs after n steps. Ours would be 0 one step
+    later, so that the last step changes something."""
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = transformers.get_scheduler(name, optimizer, 4, 22)
+    run = Pretraining(warmup=4, lr_schedule=schedule)
+    for step in range(1, 22):
+        optimizer.step()
+        theirs.step()
+        (expected,) = theirs.get_last_lr()
+        assert learning_rate(step, 21, 0.5, run) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("parallel", [dict(dp="fsdp"), slow(dict(tp=2))])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
     documents, one_run, tmp_path, parallel

@@ -13,13 +13,11 @@ from plumbing.messages import UserError, with_progress
 from text.conversations import Sample, conversations
 from text.corpora import Reading
 from text.packing import Packed
-from text.targets import encode, encode_prompt
+from text.targets import ANSWER_ROOM, encode, encode_prompt
 from text.vocabulary import Tokenizer
 
-ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
 SHORTEST = 8  # tokens of an answer that is worth showing
 EXAMPLES = 16  # validation prompts whose answers are scored
-SHOWN = 3  # of these, those whose answers are shown
 
 
 def open_samples(

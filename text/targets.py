@@ -12,6 +12,9 @@ from plumbing.messages import UserError
 from text.templates import OPTIONAL_FIELDS, Conversation, render
 from text.vocabulary import Tokenizer
 
+ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
+SHOWN = 3  # of the answers to validation prompts, those whose text is shown
+
 
 @dataclass(frozen=True)
 class Chat:
