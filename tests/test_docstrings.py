@@ -1,7 +1,9 @@
 """The default data set of fine-tuning: docstrings of functions of the standard library."""
 
+from conftest import parsed_by
+
 from text import conversations
-from text.corpora import read_pieces, split_of
+from text.corpora import Reading, read_pieces, split_of
 
 
 def test_modules_held_out_are_those_that_pretraining_holds_out(monkeypatch):
@@ -90,3 +92,11 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
         'def inner():\n    return """\n  text\n    """': "Said of what is within.",
         "def plain_again(b):\n    return b": "A form feed and others before it do not matter.",
     }
+
+
+def test_a_run_that_names_no_data_learns_docstrings(tmp_path, monkeypatch):
+    """As README's commands of fine-tuning do. A record holds its data as a tuple."""
+    monkeypatch.chdir(tmp_path)
+    asked = parsed_by("finetune_lora.py", "--init", "base")
+    form = conversations.CHATS._replace(default=lambda: iter(["a sample"]))
+    assert conversations.conversations(asked.data, Reading(), form) == ["a sample"]

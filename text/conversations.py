@@ -303,7 +303,7 @@ CHATS = Form(_chat_of, fields_of_chat, LINE_FORMATS, docstrings)
 
 def conversations(data: list[str], reading: Reading, form: Form = CHATS) -> list[Sample]:
     """Return the samples of --data."""
-    if data == ["python"] and not Path("python").exists():
+    if [*data] == ["python"] and not Path("python").exists():
         return [*form.default()]
     samples = []
     for file in files_of(data, form.expected):
