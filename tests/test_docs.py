@@ -24,7 +24,7 @@ from test_train import flags
 
 from model import LlamaConfig
 from models.family import presets
-from report import CURVES, POINTS, page_of, read_run
+from report import PANELS, POINTS, page_of, panels_of, read_run
 from text.bpe import train_tokenizer
 
 README = ROOT / "README.md"
@@ -361,6 +361,7 @@ def test_what_is_measured_in_here_runs_on_a_cpu(what):
 
 # --------------------------------------------------------------------------------------- report.py
 
+CURVES = ("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_second", "memory_bytes")
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
 
@@ -392,6 +393,7 @@ def test_a_record_that_is_broken_or_grows_is_read(tmp_path, capsys):
     assert "left out 3 lines that are damaged, the first is line 4" in capsys.readouterr().err
     assert run["step"] == [1, 2, 3, 4]
     assert run["curves"]["loss"] == [3.0, 2.5, 2.33333, None]
+    assert run["not_finite"]["loss"] == [3] and run["not_finite"]["lr"] == []
     assert run["flags"] == {}
 
 
@@ -407,6 +409,38 @@ def test_a_long_run_is_thinned_by_means(tmp_path):
     assert run["evaluations"][0]["step"] == steps  # evaluations are all there
 
 
+def test_losses_of_different_kinds_have_panels_of_their_own(tmp_path):
+    """So have numbers that the page does not know."""
+    kinds = {
+        "text": {"bits_per_byte": 1.0},
+        "pairs": {"margin": 0.5, "accuracy": 1.0},
+        "rewards": {"reward": 0.5, "news": 0.1, "val_reward": 0.4},
+    }
+    found = {}
+    for name, measures in kinds.items():
+        out = write_run(tmp_path / name, 0)
+        row = {"step": 1, "tokens": 8, "loss": 2.0, "val_loss": 3.0, "seconds": 1.0} | measures
+        (out / "metrics.jsonl").write_text(json.dumps(row))
+        found[name] = read_run(out)
+    curves = {name: run["curves"].keys() - kinds[name] for name, run in found.items()}
+    assert curves == {"text": {"loss"}, "pairs": {"loss_of_pairs"}, "rewards": {"loss_of_rewards"}}
+    evaluated = [name for run in found.values() for name in run["evaluations"][0]]
+    evaluated = {name for name in evaluated if name.startswith("val")}
+    assert evaluated == {"val_loss", "val_loss_of_pairs", "val_reward"}
+    assert [panel.title for panel in panels_of([*found.values()])[len(PANELS) :]] == ["news"]
+
+
+def test_what_the_pages_say_to_watch_has_a_panel():
+    page = (ROOT / "docs/preferences.md").read_text()
+    (rewards,) = re.findall(r"^Watch `(reward)`", page, re.MULTILINE)
+    watched = {rewards, *re.findall(r"^\* `(\w+)`", page, re.MULTILINE), "end", "length"}
+    watched |= {"chosen", "margin", "accuracy"}
+    assert watched > {"mixed", "log_ratio", "sampling_seconds"}
+    assert watched <= {panel.curve for panel in PANELS}
+    assert all(panel.unit for panel in PANELS)
+    assert len({panel.title for panel in PANELS}) == len(PANELS)
+
+
 def test_no_text_of_a_run_becomes_markup(tmp_path):
     """Neither in the script that holds it as JSON, nor where that script shows it."""
     run = read_run(write_run(tmp_path / "run", 50))
@@ -416,7 +450,9 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
     assert "innerHTML" not in page
     (line,) = re.findall(r'^.*\{"runs": .*$', page, re.MULTILINE)
     held = line[line.index("{") : line.rindex("}") + 1]
-    assert json.loads(held) == {"runs": [run]}
+    found = json.loads(held)
+    assert found["runs"] == [run]
+    assert [panel["curve"] for panel in found["panels"]] == [panel.curve for panel in PANELS]
 
 
 def test_trackers_are_sent_every_step(tmp_path, monkeypatch):
