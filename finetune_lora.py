@@ -136,6 +136,8 @@ class Finetuning(Run):
         base = init.parent.name if init.name.startswith("step-") else init.name
         return f"{base}-{self.goal}"
 
+    used_most: ClassVar[str] = "init data out seq_len batch epochs lr rank merge resume"
+
     task: ClassVar[str] = "fine-tuning"  # its rates are in techniques/optimizers.py
 
     @property
@@ -184,6 +186,7 @@ def finetune(script: Script) -> None:
     if run.base_bits == 4:
         model += " --base-bits 4"
     print_rank_zero(f"generate:   python generate.py {model}{chat}")
+    print_rank_zero(f"curves:     python report.py {shlex.quote(str(run.directory))}")
 
 
 def merge(run: Finetuning, job: setup.Job) -> Path:

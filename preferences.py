@@ -84,6 +84,7 @@ class Preferring(Finetuning):
     steps: int = other_default(Finetuning, "steps", 100)
     eval_every: int = other_default(Finetuning, "eval_every", 50)
 
+    used_most = "init data out seq_len batch epochs lr beta rank resume"
     goal = "dpo"
     task = "preferences"
 

@@ -70,8 +70,8 @@ class Rewarding(Finetuning):
     """Train a Llama from rewards: make answers likelier that beat their group (GRPO)."""
 
     # fmt: off
-    reward: Path = flag(None, "Python file with a function reward(prompt, answer)", "rewards", Path,
-                        required=True, metavar="FILE")
+    reward: Path = flag(None, "Python file with a function reward(prompt, answer, **fields)",
+                        "rewards", Path, required=True, metavar="FILE")
     chat: bool = flag(False, "a prompt is a user's message", "rewards")
     group: int = flag(8, "answers to each prompt, of the --batch", "rewards")
     max_new_tokens: int = flag(64, "tokens of an answer at most", "rewards")
@@ -79,6 +79,7 @@ class Rewarding(Finetuning):
     batch: int = other_default(Finetuning, "batch", 64)
     lr: float | None = rate_flag("rewards")
 
+    used_most = "init data reward group max_new_tokens batch steps lr out resume"
     goal = "grpo"
     task = "rewards"
 
@@ -102,6 +103,8 @@ class Rewarding(Finetuning):
 @cache
 def load_reward(path: Path) -> Callable:
     """Return the function `reward` of a file, which runs once."""
+    if not path.is_file():
+        raise UserError(f"--reward {path}: there is no such file")
     try:
         return runpy.run_path(str(path))["reward"]
     except Exception as error:
@@ -283,7 +286,10 @@ class Rewards(Task):
                     raise ValueError(f"it returned {value}")
             except Exception as error:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
-                raise UserError(f"{self.run.reward}: {call} raised {error!r:.200}")
+                advice = ""
+                if "unexpected keyword argument" in str(error):
+                    advice = ": write reward(prompt, answer, **fields), for a line's other fields"
+                raise UserError(f"{self.run.reward}: {call} raised {error!r:.200}{advice}")
             rewards.append(value)
         return rewards
 

@@ -80,22 +80,30 @@ def positive_float(text: str) -> float:
 
 # ---------------------------------------------------------------------------- records of flags
 
+USED_MOST = "used most"
 TYPES = {int: positive_int, float: nonnegative_float}  # of a flag, by the type of its default
 
 
 def parse(kind: type, words: list[str] | None = None):
     """Return the record of a command line, by default this process's. The first line of the class's
     docstring is the first of --help."""
-    parser = Parser(description=kind.__doc__.partition("\n")[0])
+    short = "torchrun %(prog)s [flags]" if hasattr(kind, "used_most") else None
+    parser = Parser(usage=short, description=kind.__doc__.partition("\n")[0])
     add_flags(parser, kind)
     return record_of(kind, vars(parser.parse_args(words)))
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the flags of a record to a parser, under the headings of their groups."""
+    """Add the flags of a record to a parser, under the headings of their groups; first come those
+    that the record says are `used_most`, if it does."""
     headings = {}
+    used_most = getattr(kind, "used_most", "").split()
+    if used_most:
+        headings[USED_MOST] = parser.add_argument_group(USED_MOST)
 
     def add(name: str, spec: Flag, default) -> None:
+        if name in used_most:
+            spec = spec._replace(group=USED_MOST)
         if spec.group not in headings:
             new = parser.add_argument_group(spec.group) if spec.group else parser
             headings[spec.group] = new

@@ -108,6 +108,8 @@ class Run:
 
     typed: frozenset[str] = frozenset()  # names of the flags on the command line
 
+    # The flags with which --help begins.
+    used_most: ClassVar[str] = "model init data out seq_len batch steps lr dp resume"
     references: ClassVar[int] = 0  # how often a step runs a base forward (preferences.py)
 
     def check(self) -> None:

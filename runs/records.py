@@ -101,14 +101,17 @@ class Recorder(contextlib.AbstractContextManager):
         if step in (steps.done + 1, steps.last) or step % 10 == 0:
             seconds_a_step = (now - self.started) / (step - steps.done)
             left = seconds_a_step * (steps.last - step)
-            shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
-            print_rank_zero(
-                f"step {step:>5}/{steps.last}  loss {totals.mean_loss:.4f}  "
-                f"{'  '.join(described(measures, 3))}  norm {totals.grad_norm:.2f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
-                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
-                file=sys.stderr,
-            )
+            columns = [
+                (f"step {step:>5}/{steps.last}", 0),
+                (f"loss {totals.mean_loss:.4f}", 0),
+                *((text, 1) for text in described(measures, 3)),
+                (f"norm {totals.grad_norm:.2f}", 3),
+                (f"{tokens_per_second:,.0f} tokens/s", 2),
+                ("" if mfu is None else f"mfu {mfu:.1%}", 4),
+                (f"{metrics['memory_bytes'] / 1e9:.2f} GB", 5),
+                (f"{timedelta(seconds=round(left))} left", 0),
+            ]
+            print_rank_zero(as_line(columns, width_of(sys.stderr)), file=sys.stderr)
         return metrics
 
     def is_new_best(self, results: dict) -> bool:
@@ -154,6 +157,24 @@ class Recorder(contextlib.AbstractContextManager):
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
         self.step_started = time.perf_counter()
+
+
+def width_of(stream) -> float:
+    """Return how many characters fit in a line of a terminal; infinity for a file."""
+    width = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    return width or math.inf
+
+
+def as_line(columns: list[tuple[str, int]], width: float) -> str:
+    """Return the columns, each a text and its rank, in a line of at most `width` characters. Those
+    with the highest rank go first, and of several the last one; those with rank 0 stay."""
+    kept = [column for column in columns if column[0]]
+    while True:
+        line = "  ".join(text for text, _ in kept)
+        least = max(reversed(kept), key=lambda column: column[1])
+        if len(line) <= width or least[1] == 0:
+            return line
+        kept.remove(least)
 
 
 def described(measures: dict[str, float], digits: int) -> list[str]:

@@ -129,6 +129,11 @@ UNUSABLE = [
     ("a.txt", b"a few words", "too short: --seq-len 64 needs 65 consecutive tokens"),
     ("a.txt", b"some\0thing", "zero byte"),
     ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'line 2: there is no "text" but txt'),
+    (
+        "a.jsonl",
+        b'{"messages": []}\n',
+        "conversations are for fine-tuning, and for evaluate.py --chat",
+    ),
     ("a.jsonl", b'{"text": null}\n', 'line 1: "text" is None: give it as a string'),
     ("a.json", b'[{"text": "x"}, 3]', "element 2: 3 is not a JSON object"),
     ("a.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "a.txt.gz is damaged: "),

@@ -15,11 +15,14 @@ from test_train import flags
 
 from bench import COMMANDS
 from evaluate import Evaluation
+from finetune_lora import Finetuning
 from generate import Generation
 from plumbing.flags import values_of
 from plumbing.messages import UserError
+from plumbing.parser import parse
 from preferences import Preferring
 from rewards import Rewarding
+from runs.flags import Pretraining
 
 FROZEN = ROOT / "tests/frozen_flags.jsonl"
 LINES = [json.loads(line) for line in FROZEN.read_text().splitlines()]
@@ -44,6 +47,17 @@ def test_command_lines_are_read_as_before(script):
         else:
             expected = DEFAULTS[script] | line["values"]
             assert {name: found[name] for name in expected} == expected, line
+
+
+@pytest.mark.parametrize("kind", [Pretraining, Finetuning, Preferring, Rewarding])
+def test_help_begins_with_ten_flags(kind, capsys):
+    with pytest.raises(SystemExit):
+        parse(kind, ["--help"])
+    first, *others = capsys.readouterr().out.partition("used most:\n")[2].split("\n\n")
+    shown = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    expected = {f"--{name.replace('_', '-')}" for name in kind.used_most.split()}
+    assert set(shown) == expected and len(shown) == 10
+    assert others
 
 
 def test_nothing_is_changed_after_parsing():

@@ -43,12 +43,12 @@ plumbing
 DENSITY = {"": 9.5, "techniques": 9.9, "costs": 9.6, "labs": 9.7, "tests": 11.0}
 REACH = {  # tokens of code that `import` runs, at most
     "lora": 11_000, "generate": 40_500, "parallel": 35_000, "data": 26_500, "checkpoint": 37_000,
-    "train": 89_909, "bench": 106_139,
+    "train": 90_200, "bench": 106_475,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 29_200, "techniques": 22_627, "costs": 9_138, "perf": 10_575, "runs": 12_748,
-    "files": 14_397, "models": 8_033, "text": 18_170, "plumbing": 9_099, "labs": 59_967,
-    "tests": 138_014, "docs": 9_027,
+    "top": 29_245, "techniques": 22_627, "costs": 9_138, "perf": 10_575, "runs": 12_954,
+    "files": 14_397, "models": 8_033, "text": 18_193, "plumbing": 9_161, "labs": 59_967,
+    "tests": 138_435, "docs": 9_027,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -286,6 +286,10 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan"),
     "a string": (dict(reward="def reward(**given):\n    return 'good'"), "raised ValueError"),
     "nothing": (dict(reward=""), "has no function reward"),
+    "no fields": (
+        dict(reward="def reward(prompt, answer):\n    return 1", data='{"prompt": "a", "x": 1}'),
+        "write reward(prompt, answer, **fields)",
+    ),
     "no text": (dict(data='{"prompt": 3}'), '"prompt" is 3'),
     "another name": (dict(data='{"prompt": "Hi", "answer": "Ho"}'), "rename the field"),
     "no JSON": (dict(val_data="Hi"), 'give {"prompt": "..."}'),
@@ -311,12 +315,18 @@ def test_what_is_wrong_is_refused_in_one_line(given, tmp_path, name):
     refused(result, says)
 
 
+def test_a_missing_file_of_a_reward_is_named(given, tmp_path):
+    result = launch(*command(given, tmp_path / "out", reward=tmp_path / "none.py"))
+    refused(result, "none.py: there is no such file")
+
+
 def test_rank_0_rewards_all_answers(given, tmp_path):
     """So that a reward that is random, or reads a clock, does not give ranks other gradients."""
     body = "return int(os.environ['RANK'])"
     (tmp_path / "rank.py").write_text(f"import os\ndef reward(**given):\n    {body}\n")
     more = dict(reward=tmp_path / "rank.py", steps=2, dp="ddp", merge=True)
-    assert "--chat" not in succeed(*command(given, tmp_path / "out", **more), nproc=2).out
+    out = succeed(*command(given, tmp_path / "out", **more), nproc=2).out
+    assert "--chat" not in out and f"curves:     python report.py {tmp_path / 'out'}" in out
     assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
 
 

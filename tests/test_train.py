@@ -20,7 +20,7 @@ from data import open_windows
 from files.loading import load_pretrained
 from model import Llama, LlamaConfig
 from report import read_run
-from runs import setup
+from runs import records, setup
 from runs.flags import Pretraining
 from text.order import window_of
 from text.tokenizer import load_tokenizer
@@ -208,6 +208,21 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert learning_rate(1, 10, 1.0, without) == 1.0
     longer_than_the_run = Pretraining(warmup=50)
     assert learning_rate(1, 2, 1.0, longer_than_the_run) == 0.02
+
+
+def test_a_steps_line_fits_in_a_terminal():
+    """What matters least goes first; a file has all of it."""
+    rewards = [(f"0.123 {name}", 1) for name in ("accuracy", "margin", "chosen", "rejected")]
+    columns = [("step     1/1150", 0), ("loss 7.6297", 0), *rewards, ("norm 0.79", 3)]
+    columns += [("20,787 tokens/s", 2), ("", 4), ("0.53 GB", 5), ("0:01:53 left", 0)]
+    whole = records.as_line(columns, math.inf)
+    assert whole.split("  ")[-2:] == ["0.53 GB", "0:01:53 left"] and len(whole) > 120
+    lines = [records.as_line(columns, width) for width in (len(whole) - 1, len(whole) - 15, 80, 1)]
+    assert len(lines[2]) <= 80
+    assert "GB" not in lines[0] and "norm" in lines[0]
+    assert "norm" not in lines[1] and "tokens/s" in lines[1]
+    assert "accuracy" in lines[2] and "rejected" not in lines[2]
+    assert lines[3] == "step     1/1150  loss 7.6297  0:01:53 left"
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])

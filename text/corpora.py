@@ -249,7 +249,10 @@ def read_pieces(files: list[Path], reading: Reading = Reading()) -> Iterator[Pie
 def _text_of(record: dict, field: str, where: str) -> str:
     if field not in record:
         found = ", ".join(record) or "nothing"
-        raise UserError(f'{where}: there is no "{field}" but {found}: give --text-field')
+        advice = "give --text-field"
+        if record.keys() & {"messages", "conversations", "instruction", "prompt"}:
+            advice += "; conversations are for fine-tuning, and for evaluate.py --chat"
+        raise UserError(f'{where}: there is no "{field}" but {found}: {advice}')
     return check_string(record[field], f'{where}: "{field}" is')
 
 
