@@ -32,7 +32,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = "train finetune_lora preferences rewards generate evaluate bench data checkpoint report"
 SCRIPTS = [f"{name}.py" for name in SCRIPTS.split()]
 # Not the project's, mostly not installed. .ci/run runs pip, pytest; test_changes.py git apply.
-OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval".split()
+OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval python3 cd .".split()
 
 
 class Command(NamedTuple):
