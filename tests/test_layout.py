@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 29_245, "techniques": 22_627, "costs": 9_138, "perf": 10_575, "runs": 12_954,
     "files": 14_397, "models": 8_033, "text": 18_193, "plumbing": 9_161, "labs": 59_967,
-    "tests": 138_435, "docs": 9_027,
+    "tests": 138_885, "docs": 10_060,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
