@@ -242,7 +242,7 @@ def in_small(command: Command, directory: Path) -> list[str]:
         arguments += ["--model", "tiny"]
         if "--out" not in arguments:  # which by default has the name of the model
             arguments += ["--out", f"out/{model}"]
-    with_subcommand = f"{command.script} {arguments[0]}"
+    with_subcommand = " ".join([command.script, *arguments[:1]])
     small = SMALL.get(command.script) or SMALL.get(with_subcommand, "")
     if "--epochs" in arguments:
         small = small.replace("--steps 2", "--epochs 0.1")

@@ -41,7 +41,7 @@ def test_an_entry_without_effect_seldom_wins():
 def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(text):
     given = [f"--base={TINY} --data={text} --tokenizer=bytes", "--rounds=1"]
     flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
-    changed = succeed("labs/race.py", CHANGES / "cosine.patch", flags, *given)
+    changed = succeed("labs/race.py", CHANGES / "sqrt.patch", flags, *given)
     assert "run 1 of 2: the entry, seed 0:" in changed.err and "after 2 steps" in changed.err
     assert " 0.0000" not in changed.out
 
@@ -62,7 +62,7 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     change = "    from new import RATE\n    args.lr = RATE\n    return process\n"
     changed_copy(project, edits={"    return process\n": change}, file="setup")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
-    given["patch"] = CHANGES / "cosine.patch"
+    given["patch"] = CHANGES / "sqrt.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
 
@@ -70,5 +70,5 @@ def test_a_patch_is_applied_within_another_repository(tmp_path):
     """git would skip it in silence."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     changed_copy(tmp_path / "race" / "entry")
-    race.apply_patch(CHANGES / "cosine.patch", tmp_path / "race" / "entry")
-    assert "cosine" in (tmp_path / "race" / "entry" / "train.py").read_text()
+    race.apply_patch(CHANGES / "sqrt.patch", tmp_path / "race" / "entry")
+    assert '"sqrt"' in (tmp_path / "race" / "entry" / "train.py").read_text()
