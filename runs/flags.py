@@ -116,8 +116,6 @@ class Run:
         """Raise UserError for flags that exclude each other, whatever the model and the data."""
         if {"steps", "epochs"} <= self.typed:
             raise UserError("--steps and --epochs exclude each other: give one of them")
-        if max(self.betas) >= 1:
-            raise UserError(f"--betas {self.betas[0]:g} {self.betas[1]:g}: give two below 1")
 
     @property
     def adapters(self) -> LoRA | None:

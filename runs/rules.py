@@ -16,6 +16,7 @@ from parallel import refusal
 from plumbing.messages import UserError
 from plumbing.processes import Process
 from runs.flags import Pretraining, Run
+from techniques.optimizers import check_betas
 from techniques.technique import Technique
 from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -113,6 +114,7 @@ def check_training_flags(
     check_parallel(work, run.parallel.shard, process)
     check_batch(work)
     check_work(work, *more)
+    check_betas(run.betas, parallel)
     check_out(run.directory, run.resume)
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from plumbing.devices import has_triton
-from plumbing.messages import UserError
 from plumbing.shards import to_local
 
 ELEMENTS_AT_A_TIME = 1 << 18  # so many of a parameter fit in a CPU's cache
@@ -33,13 +32,11 @@ class BFloat16AdamW(torch.optim.Optimizer):
     Each group has its own weight_decay. If `gradient_scale` is set before a step, the update
     multiplies gradients by it, which saves reading and writing them once more.
 
-    Raises UserError for a beta above 0.99."""
+    Raises ValueError for a beta above 0.99."""
 
     def __init__(self, params, lr: float, betas: tuple[float, float], eps: float = 1e-8):
         if max(betas) > 0.99:
-            raise UserError(
-                f"--betas {max(betas):g}: --moments bfloat16 need betas of at most 0.99"
-            )
+            raise ValueError(f"betas {betas}: bfloat16 moments need betas of at most 0.99")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.gradient_scale: Tensor | None = None
 

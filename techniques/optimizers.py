@@ -86,6 +86,15 @@ def make_optimizer(
     return optimizer
 
 
+def check_betas(betas: tuple[float, float], parallel) -> None:
+    """Raise UserError for betas of AdamW with which `parallel`, a ParallelConfig, cannot train."""
+    shown = " ".join(f"{beta:g}" for beta in betas)
+    if max(betas) >= 1:
+        raise UserError(f"--betas {shown}: give two below 1")
+    if max(betas) > 0.99 and parallel.moments == "bfloat16":
+        raise UserError(f"--betas {shown}: --moments bfloat16 needs betas of at most 0.99")
+
+
 def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
     """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
     updated = {}

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
-from plumbing.messages import UserError
 from plumbing.shards import matrices_of
 from techniques import bfloat16_moments
 from techniques.bfloat16_moments import BFloat16AdamW
@@ -69,7 +68,7 @@ def test_it_is_torchs_with_rounded_moments(monkeypatch, elements):
 
 def test_moments_that_rounding_would_stop_are_refused():
     parameter = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(UserError, match=r"need betas of at most 0.99"):
+    with pytest.raises(ValueError, match=r"need betas of at most 0.99"):
         BFloat16AdamW([parameter], lr=0.1, betas=(0.9, 0.999))
 
 

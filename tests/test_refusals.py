@@ -49,6 +49,9 @@ REFUSALS = """
 1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
+1 | train --warmup 6 --lr-schedule linear | --warmup 6 is too long ... at most --warmup 5
+1 | train --betas 0.9 1 | --betas 0.9 1: give two below 1
+2 | train --betas 0.9 0.999 --optimizer adamw --moments bfloat16 | --betas ... of at most 0.99
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
