@@ -83,13 +83,17 @@ from text.order import Order, Steps
 DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
 PARALLELISM = "parallelism: only plans with the given values"
-JSON = dict(type=Path, metavar="FILE")
 
 # fmt: off
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Report:
+    json: Path | None = flag(None, "file for the results as JSON", type=Path, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class Comparison(Report):
     """The same step, distributed and computed in different ways."""
 
     contestants: tuple[str, ...] = flag((),
@@ -112,7 +116,6 @@ class Comparison:
                           type=int, choices=[16, 4])
     parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
                                       dtype=torch.float32)
-    json: Path | None = flag(None, "file for the results as JSON", **JSON)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Limit(Comparison):
 
 
 @dataclass(frozen=True)
-class Generating:
+class Generating(Report):
     """How fast a model writes, beside what the memory allows, and beside transformers."""
 
     contestants: tuple[str, ...] = flag((),
@@ -143,10 +146,9 @@ class Generating:
     max_new_tokens: int = flag(32, "tokens that follow it")
     base_bits: int = flag(16, "4 keeps the matrices of the blocks in 4 bits", type=int,
                           choices=[16, 4])
-    repeats: int = other_default(Comparison, "repeats", 5)
+    repeats: int = flag(5, "rounds of all contestants")
     parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
                                       dtype=torch.float32)
-    json: Path | None = flag(None, "file for the results as JSON", **JSON)
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,16 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Report):
     """Where the time of a training step goes."""
 
     lora: str | None = flag(None, "a step of this script, with its flags, in place of train.py's",
                             choices=SCRIPTS, nargs="?", const="finetune_lora")
     repeats: int = flag(15, "rounds of all measurements")
-    json: Path | None = flag(None, "file for the results as JSON", **JSON)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """Predicted cost of every way to distribute a model over a cluster."""
 
     model: str = flag("llama3.1-8b", "preset, or FILE.py", metavar="NAME")
@@ -199,7 +200,6 @@ class Plan:
         **dict.fromkeys(LAYOUTS), dtype=torch.bfloat16, compile=True,
     )
     top: int = flag(12, "rows of the table")
-    json: Path | None = flag(None, "file for the results as JSON", **JSON)
     check: bool = flag(False, "emulate a step of rank 0 of the best plan in this process, and "
                        "compare its counted memory and traffic with the prediction")
 
@@ -245,24 +245,17 @@ def compare(asked: Comparison) -> str:
     process = init_distributed()
     process.check_same_flags(values_of(asked))
     check_writable("--json", asked.json)
-    contestants = asked.contestants or default_contestants(process)
-    works = {name: work_of(asked, name, process) for name in contestants}
-    flags = {name: value for name, value in values_of(asked).items() if name != "json"}
-    return measure_compare(works, process, asked.repeats, flags, asked.json)
+    names = asked.contestants or default_contestants(process)
+    works = {name: work_of(asked, name, process) for name in names}
+    return measure_compare(works, asked, process)
 
 
 def write(asked: Generating) -> str:
     from perf.generation import measure_generation  # here, since no other command needs it
 
-    process = init_distributed()
-    if process.size > 1:
-        raise UserError("bench.py generate measures one process: run python, not torchrun")
-    check_writable("--json", asked.json)
-    if asked.max_new_tokens < 2:
-        raise UserError("--max-new-tokens must be 2 or more: the first token does not count")
-    lora = LoRA(targets=()) if asked.base_bits == 4 else None  # matrices in 4 bits, no adapters
-    model = build_on_meta(find_preset(asked.model), lora, base_bits=asked.base_bits)
-    return measure_generation(asked, model, process)
+    no_adapters = LoRA(targets=())  # but matrices in 4 bits, if they are asked for
+    model = build_on_meta(find_preset(asked.model), no_adapters, base_bits=asked.base_bits)
+    return measure_generation(asked, model, init_distributed())
 
 
 def script_of_step(words: list[str]) -> Script:

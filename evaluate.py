@@ -21,8 +21,8 @@ from config import MAY_CHANGE, ParallelConfig, decided
 from data import list_left_out, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
-from files.loading import load_weights
-from generate import ModelToLoad, find_model
+from files.loading import find_model, load_weights
+from generate import ModelToLoad
 from lora import LoRA, add_adapters
 from model import Llama
 from parallel import World, parallelize, with_mesh

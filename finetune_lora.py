@@ -38,8 +38,7 @@ from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.adapters import peft_name
 from files.directories import read_config
-from files.loading import load_weights
-from generate import find_model
+from files.loading import find_model, load_weights
 from model import Llama
 from models.family import TARGETS
 from plumbing import processes

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from files.adapters import open_adapter
-from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
-from files.loading import load_pretrained
+from files.directories import find_adapter
+from files.loading import find_model, load_pretrained
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
@@ -36,13 +36,13 @@ from plumbing.flags import flag, values_of
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import nonnegative_int, parse
-from plumbing.processes import Process, run
-from techniques.decoding import generate, stream
+from plumbing.processes import run
+from techniques.decoding import check_length, generate, stream
 from techniques.kv_cache import KVCache
 from techniques.nf4 import why_no_blocks
 from text.targets import drop_oldest, encode_prompt
 from text.templates import Conversation
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer
 
 # fmt: off
 
@@ -84,29 +84,6 @@ class Generation(ModelToLoad):
 
 
 # --------------------------------------------------------------------------------- the command
-
-
-def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
-    """Raise UserError if the model has too few positions for a prompt and its continuation."""
-    if length + max_new_tokens > max_seq_len:
-        raise UserError(
-            f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} are more than the "
-            f"{max_seq_len} tokens of this model"
-        )
-
-
-def find_model(
-    directory: Path, tokenizer: str | None, process: Process, template: str | None = None
-) -> tuple[dict, Tokenizer]:
-    """Return what read_config says of the model that is found in a directory, and the
-    `tokenizer`, by default the model's own, with a chat template: see load_tokenizer."""
-    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
-    metadata = read_config(directory)
-    if not (name := tokenizer or metadata["tokenizer"]):
-        raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    loaded = process.local_rank_zero_first(partial(load_tokenizer, name, template))
-    check_tokenizer(metadata, loaded)
-    return metadata, loaded
 
 
 def load_model(

@@ -360,7 +360,7 @@ def weights_at_hand(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     device_type = next(model.parameters()).device.type
     try:
         # Autocast keeps what it has cast until the outermost of its contexts ends.
-        with torch.autocast(device_type, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(device_type, dtype, enabled=dtype is not None):
             yield
     finally:  # a signal may have ended the evaluation
         for module in modules:

@@ -42,7 +42,6 @@ from torch import Tensor
 
 from config import Totals
 from finetune_lora import Finetuning, Script, finetune
-from generate import check_length
 from model import IGNORE
 from parallel import used_techniques, weights_at_hand
 from plumbing import processes
@@ -51,7 +50,7 @@ from plumbing.messages import UserError
 from runs.flags import rate_flag
 from runs.scores import batch_of, set_loss_of_each_target
 from runs.task import Task
-from techniques.decoding import generate
+from techniques.decoding import check_length, generate
 from text.batch import Batch
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
@@ -258,7 +257,8 @@ class Rewards(Task):
         in_training = model.training
         model.eval()
         # Compiled blocks would cast their weights for every token, where autocast casts them once.
-        stance = "force_eager" if model.compute_dtype else "default"
+        compiled = self.world.parallel.compile and not model.compute_dtype
+        stance = "default" if compiled else "force_eager"
         # Ranks may run forward different numbers of times, so only the first all-gathers weights.
         with weights_at_hand(model, self.world.parallel), torch.compiler.set_stance(stance):
             answers = generate(
@@ -269,7 +269,7 @@ class Rewards(Task):
                 seed=run.seed,
                 numbers=numbers,
                 log_p=log_p,
-                compiled=self.world.parallel.compile and not model.compute_dtype,
+                compiled=compiled,
             )
         model.train(in_training)
         return answers, torch.stack(log_p, 1)

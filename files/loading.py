@@ -1,6 +1,7 @@
-"""Load weights, from any directory of directories.find_checkpoint, into a model."""
+"""Find a model, and load its weights, from any directory of directories.find_checkpoint."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,12 +9,28 @@ from torch import Tensor
 
 from files import directories, formats
 from files.adapters import merged_weights, open_adapter
-from files.directories import find_checkpoint, open_weights, read_config
+from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.safetensors import with_progress_of
 from lora import adapters, quantize_base
 from model import Llama
-from plumbing.processes import meet
+from plumbing.messages import UserError
+from plumbing.processes import Process, meet
 from plumbing.shards import allocate, assign_shard
+from text.tokenizer import Tokenizer, load_tokenizer
+
+
+def find_model(
+    directory: Path, tokenizer: str | None, process: Process, template: str | None = None
+) -> tuple[dict, Tokenizer]:
+    """Return what read_config says of the model that is found in a directory, and the
+    `tokenizer`, by default the model's own, with a chat template: see load_tokenizer."""
+    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
+    metadata = read_config(directory)
+    if not (name := tokenizer or metadata["tokenizer"]):
+        raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
+    loaded = process.local_rank_zero_first(partial(load_tokenizer, name, template))
+    check_tokenizer(metadata, loaded)
+    return metadata, loaded
 
 
 def weights_of(model: Llama) -> dict[str, Tensor]:

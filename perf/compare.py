@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +35,7 @@ from perf.instruments import (
     write_json,
 )
 from perf.rivals import bare_step, transformers_step
+from plumbing.flags import values_of
 from plumbing.messages import UserError, print_rank_zero
 from plumbing.processes import Process
 from techniques.context_parallel import share_sequences
@@ -101,10 +101,9 @@ class Cost:
     peak: int | None = None  # bytes of tensors on a rank
 
 
-def measure_compare(
-    works: dict[str, Work], process: Process, repeats: int, flags: dict, json_file: Path | None
-) -> str:
-    """Run the contestants; return the results as text, and write them to --json with the flags."""
+def measure_compare(works: dict[str, Work], asked, process: Process) -> str:
+    """Run the contestants as bench.py's Comparison asks. Return the results as text, and write them
+    to --json with the flags."""
     steps = {}
     costs = {}
     for name, work in works.items():
@@ -121,9 +120,10 @@ def measure_compare(
         before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
         steps[name] = make(work, world, own_batch)
         costs[name] = count_costs(steps[name], world, before)
-    rounds = run_in_turns(steps, repeats)
+    rounds = run_in_turns(steps, asked.repeats)
     text, results = report(works, rounds, costs)
-    write_json(json_file, flags | describe_machine(process) | {"strategies": results})
+    flags = {name: value for name, value in values_of(asked).items() if name != "json"}
+    write_json(asked.json, flags | describe_machine(process) | {"strategies": results})
     return text
 
 

@@ -24,6 +24,7 @@ from generate import compile_blocks
 from model import Llama, LlamaConfig
 from perf.instruments import (
     Instrument,
+    check_writable,
     describe_machine,
     fill_randomly,
     markdown_table,
@@ -134,6 +135,11 @@ def default_contestants(model: Llama) -> list[str]:
 def measure_generation(asked, model: Llama, process: Process) -> str:
     """Let contestants continue prompts, as bench.py's Generating asks. Return the results as text,
     and write them to --json with the flags. `model` is on meta, and gets random weights."""
+    if process.size > 1:
+        raise UserError("bench.py generate measures one process: run python, not torchrun")
+    check_writable("--json", asked.json)
+    if asked.max_new_tokens < 2:
+        raise UserError("--max-new-tokens must be 2 or more: the first token does not count")
     batch = asked.batch
     n = asked.max_new_tokens
     model.to(asked.parallel.dtype)
@@ -174,13 +180,13 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
             }
             results.append(result)
     operators = operators_of_step(model)
-    machine = {"copied_bytes_per_second": 2 * rate, "operators_of_a_token": operators}
+    machine = {"copied_bytes_per_second": rate, "operators_of_a_token": operators}
     flags = {name: value for name, value in values_of(asked).items() if name != "json"}
     write_json(asked.json, flags | describe_machine(process) | machine | {"results": results})
     lines = markdown_table(COLUMNS.split(", "), rows)
     lines += [
         "",
-        f"memory is copied at {2 * rate / 1e9:,.1f} GB/s, read and written together",
+        f"memory is copied at {rate / 1e9:,.1f} GB/s, read and written together",
         f"a token of ours takes {operators:,} operators that are no views",
     ]
     differing = {r["contestant"] for r in results if not r["writes_what_the_first_does"]}
@@ -190,12 +196,12 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes a second at which a device reads memory while it copies as many."""
+    """Return the bytes a second that a device reads and writes when it copies memory."""
     size = 2**30 if device.type == "cuda" else 2**27  # larger than any cache
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rounds = run_in_turns({"copy": lambda: target.copy_(source)}, 5)
-    return size / min(rounds["copy"]["step"])
+    return 2 * size / min(rounds["copy"]["step"])
 
 
 def bytes_of_step(model: Llama, rows: int, context: int) -> float:

@@ -224,3 +224,12 @@ def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **
             if token is not None:
                 row.append(token)
     return rows
+
+
+def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
+    """Raise UserError if the model has too few positions for a prompt and its continuation."""
+    if length + max_new_tokens > max_seq_len:
+        raise UserError(
+            f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} are more than the "
+            f"{max_seq_len} tokens of this model"
+        )
