@@ -131,7 +131,8 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
     seq_len tokens, and recomputation is not counted, so that published figures compare.
-    In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %."""
+    In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %. The
+    exercise labs/scaling plans a run by its FLOPs."""
     config = model.config
     attended = sum(attended_by_layer(config, seq_len))
     attention = 3 * 4 * config.q_dim * attended

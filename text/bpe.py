@@ -61,7 +61,8 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
     Counting all pairs again after each merge would be slow. Instead, counts are updated only for
     words that contain the merged pair, and the most frequent pair is taken from a heap. A pair
     whose count rises gets a new entry in the heap. If its count falls, the entry stays as it is;
-    when it is popped, it is compared with the count and, if out of date, pushed again."""
+    when it is popped, it is compared with the count and, if out of date, pushed again. The exercise
+    labs/bpe has it without a heap."""
     tokens = [bytes([i]) for i in range(256)]
     # A word is a string with a character for each token, whose code is the token's id.
     in_tokens = [word.encode().decode("latin-1") for word in words]
