@@ -33,7 +33,7 @@ def test_solutions_pass(name, tmp_path):
         assert str(plot) in out and len(ElementTree.parse(plot).getroot().findall(RECT)) > 10
 
 
-KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example) .*"  # of numbers
+KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example|ids) .*"  # of numbers
 
 
 @pytest.mark.slow
