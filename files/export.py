@@ -2,6 +2,8 @@
 
 formats.py has the names, and reads such files; gguf.py writes llama.cpp's."""
 
+import contextlib
+import copy
 import functools
 import json
 from dataclasses import replace
@@ -35,7 +37,13 @@ def check_is_published(config: LlamaConfig, weights: Weights) -> None:
         )
     family = published.family_for_others(config)
     computes_the_same = published.computes(family.published.logits, family)
-    if not (computes_the_same and attends_as_far_as_told(family.small_config)):
+    small = family.small_config
+    deep = replace(small, n_layers=max(config.n_layers, small.n_layers))
+    if not (
+        computes_the_same
+        and attends_as_far_as_told(small)
+        and later_layers_are_alike(deep, small.n_layers)
+    ):
         raise UserError(
             f"the code of {family.name} has been changed and no longer computes what is published: "
             f"other programs would compute other logits from the exported weights"
@@ -61,6 +69,32 @@ def attends_as_far_as_told(config: LlamaConfig) -> bool:
         sees = value.grad[0].flatten(1).any(1)  # [32,768]
         first = 32_768 - (window - 1) if window else 0
         if sees[:first].any() or not sees[first]:
+            return False
+    return True
+
+
+@torch.no_grad()
+def later_layers_are_alike(config: LlamaConfig, n_first: int) -> bool:
+    """Return whether each layer after the first ones computes what one of these would with its
+    weights, from what the layer before it returns: published logits are those of a few layers."""
+    model = published.with_fixed_weights(config.build().double())
+    blocks = list(model.layers.values())
+    calls = []
+    for block in blocks:
+        block.register_forward_hook(lambda *call: calls.append(call))
+    model(published.TOKENS)
+    for number in range(n_first, len(blocks)):
+        block, arguments, output = calls[number]
+        _, _, before = calls[number - 1]
+        if not torch.equal(arguments[0], before):
+            return False
+        alike = False
+        for first in blocks[:n_first]:
+            other = copy.deepcopy(first)
+            with contextlib.suppress(RuntimeError):  # a layer of another kind has other weights
+                other.load_state_dict(block.state_dict())
+                alike |= torch.allclose(other.forward(*arguments), output, rtol=0, atol=1e-9)
+        if not alike:
             return False
     return True
 

@@ -1,5 +1,6 @@
-"""Warn of what a change of model.py may have missed outside of training, and refuse attention
-within documents that differs from its mask."""
+"""Warn of what a change of model.py may have missed and training would not show, and refuse
+attention within documents that differs from its mask. What initial values and layers are told of is
+in runs/unseen.py."""
 
 from dataclasses import replace
 
@@ -19,12 +20,17 @@ from text.batch import kernel_widths
 
 
 @torch.no_grad()
-def check_documents(config: LlamaConfig, world: World) -> None:
+def check_documents(config: LlamaConfig, world: World, packed: bool = False) -> None:
     """Raise UserError if a small model has different logits with document_mask and with the kernel
-    that replaces it in training on a GPU."""
+    that replaces it in training on a GPU; or, where rows are `packed`, if attend has dropout, which
+    the kernel lacks."""
     device, parallel = world.device, world.parallel
     if config.head_dim not in kernel_widths(device.type, parallel.dtype):
         return
+    if packed:
+        from runs.unseen import check_attend  # here, since few runs on a GPU ask for it
+
+        check_attend(equal.small_config(config), "packed documents are for models without it")
     model = (small := equal.small_config(config, 4)).build()
     if small.ffn_uses > 1:  # by rounding, tokens might choose other feed-forwards
         for block in model.layers.values():
@@ -93,6 +99,9 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
             f"note: adapters and 8 bits have no effect in {name}, which model.py does not call: "
             f"write {name.rpartition('.')[2]}(x) there, not F.linear(x, its weight)"
         )
+    from runs import unseen  # here, so that who reads train.py need not read it
+
+    lines += unseen.notes(whole.config, parallel.compile)
     return "\n".join(lines)
 
 

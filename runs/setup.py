@@ -245,7 +245,7 @@ def check_and_describe(job: Job, work: Work, world: World, accumulate: Callable)
     imports run downwards, and train.py is above this file."""
     parallel = work.parallel
     check_model(job.whole.config, work.seq_len, world, accumulate)
-    check_documents(job.whole.config, world)
+    check_documents(job.whole.config, world, job.train_set.document_mask)
     if world.size > 1:
         print_rank_zero(records.describe_mesh(world))
         who_sends = "each rank sends" if parallel.pp == 1 else "a rank sends up to"

@@ -8,6 +8,7 @@ import math
 import re
 import runpy
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,8 +25,11 @@ from workers.train_cases import batch_of
 
 from files import published
 from files.published import with_fixed_weights
-from model import IGNORE, FeedForward, Llama, LlamaConfig
+from model import IGNORE, Attention, FeedForward, Llama, LlamaConfig
+from models.family import HERE, families
 from runs.changed import prediction_note
+from runs.unseen import integers_read
+from runs.unseen import notes as unseen_notes
 
 NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
@@ -192,6 +196,13 @@ SHIFTED = "x = x + F.pad(x, (0, 0, 1, -1)) + self.attention(self.attention_norm(
 WINDOW = {"first = slots - positions": "first = slots - positions.clamp(max=63)"}
 NO_CACHE = {"x = x + self.attention(self.attention_norm(x)": SHIFTED}
 CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
+ZEROS = {W3: f"{W3}        nn.init.zeros_(self.w3.weight)\n"}
+UNNAMED = {'    writes_to_stream = ("w2",)\n': "    writes_to_stream = ()\n"}
+SUM_OF_LOSSES = "return self.loss(hidden, weight, targets, self.vocabulary)"
+SHIFT_OF_TWO = {
+    SUM_OF_LOSSES: f"{SUM_OF_LOSSES} + self.training * self.loss(hidden[:, :-2], weight, "
+    "targets[:, 2:], self.vocabulary)"
+}
 
 
 @pytest.mark.parametrize("edits, float8, note", [
@@ -201,7 +212,10 @@ CAPPED = {OUTPUT: f"{OUTPUT}.tanh()"}
     (WINDOW, "none", "generation computes other logits than training"),
     (CAPPED, "none", "in validation the loss is "),
     (WQ, "tensorwise", "adapters and 8 bits have no effect in attention.wq"),
-], ids=["no change", "no cache", "a window", "capped", "no call"])  # fmt: skip
+    (ZEROS, "none", "the values that __init__ gives to layers.0.feed_forward.w3.weight (2 of"),
+    (UNNAMED, "none", "the output of layers.0.feed_forward.w2 (2 of them) is added to x"),
+    (SHIFT_OF_TWO, "none", "in training there is another loss, of the token that is 3 after"),
+], ids="no_change no_cache window capped no_call zeros unnamed shift".split())  # fmt: skip
 def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=edits)
     given = flags(corpus, tmp_path / "run", steps=1, float8=float8, dim=32, ffn_dim=64)
@@ -209,6 +223,19 @@ def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note,
     expected = note.split(" ... ") if note else []
     assert len(notes) == len(expected), notes
     assert all(text.startswith(start) for text, start in zip(notes, expected)), notes
+
+
+def test_an_integer_that_differs_between_layers_is_told(monkeypatch):
+    config = replace(CONFIG, n_layers=3)
+    assert integers_read(config) == []
+    values = Attention.values
+    monkeypatch.setattr(Attention, "values", lambda m, x: values(m, x) * (1 + m.layer))
+    assert integers_read(config) == ["attention.layer"]
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_models_that_are_here_are_told_nothing(family):
+    assert unseen_notes(families()[family].small_config, compiles=True) == []
 
 
 def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):

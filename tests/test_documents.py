@@ -15,7 +15,7 @@ from workers.train_cases import batch_of
 
 import text.batch as batch_py
 from config import ParallelConfig
-from model import Llama, LlamaConfig, document_mask
+from model import Attention, Llama, LlamaConfig, document_mask
 from plumbing.messages import UserError
 from runs.changed import check_documents
 from techniques.recompute import recompute_and_compile
@@ -156,3 +156,18 @@ def test_a_mask_and_a_kernel_that_differ_are_refused(with_kernel, monkeypatch):
         world = SimpleNamespace(device=CPU, parallel=parallel, cp_mesh=None)
         with outcome:
             check_documents(CONFIG, world)
+
+
+def test_dropout_that_a_kernel_lacks_is_refused(with_kernel, monkeypatch):
+    """Only where documents are packed, since other rows are attended to without the kernel."""
+
+    def attend(self, q, k, v, mask):
+        by_kernel = hasattr(mask, "attention")
+        return F.dropout(plain(q, k, v, mask), 0.1, self.training and not by_kernel)
+
+    plain = Attention.attend
+    monkeypatch.setattr(Attention, "attend", attend)
+    world = SimpleNamespace(device=CPU, parallel=ParallelConfig(dtype=torch.bfloat16), cp_mesh=None)
+    check_documents(CONFIG, world)
+    with pytest.raises(UserError, match="attend has dropout"):
+        check_documents(CONFIG, world, packed=True)

@@ -1,15 +1,19 @@
 """checkpoint.py's export, after model.py has been changed as a class may change it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import changed_copy, hugging_face_model, launch, refused, slow, succeed
 from test_formats import stored
 from test_model import to_hugging_face
+from torch import nn
 
 from files import published as fingerprint
-from files.export import check_is_published
+from files.export import check_is_published, later_layers_are_alike
 from files.gguf import save_gguf
 from files.published import with_fixed_weights
+from model import Attention, Block
 from models.family import families
 from models.gemma3 import Gemma3Config
 from models.mixtral import MixtralConfig
@@ -49,6 +53,25 @@ def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, c
         succeed(*changed, *export)
     made = [] if message else ["hf"]
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "run", *made}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_late_layers_are_looked_at(name, monkeypatch):
+    """A change of a layer that the published logits do not reach, in its block or between two."""
+    small = PUBLISHED[name].small_config
+    deep = replace(small, n_layers=small.n_layers + 3)
+    assert later_layers_are_alike(deep, small.n_layers)
+    if name == "llama":
+        values = Attention.values
+        monkeypatch.setattr(Attention, "values", lambda m, x: values(m, x) * (1 + m.layer // 5))
+        assert not later_layers_are_alike(deep, small.n_layers)
+        monkeypatch.setattr(Attention, "values", values)
+        monkeypatch.setattr(
+            Block,
+            "__call__",
+            lambda m, x, *rest: nn.Module.__call__(m, x * (1 + m.attention.layer // 5), *rest),
+        )
+        assert not later_layers_are_alike(deep, small.n_layers)
 
 
 @pytest.mark.parametrize("config, message", [
