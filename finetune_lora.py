@@ -36,8 +36,8 @@ import train
 from config import ParallelConfig
 from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
-from files.adapters import peft_name
-from files.directories import read_config
+from files.adapters import peft_name, recorded
+from files.directories import checkpoints, digest_of_weights, read_config
 from files.loading import find_model, load_weights
 from model import Llama
 from models.family import TARGETS
@@ -212,13 +212,27 @@ def check_merged(run: Finetuning, last_step: int) -> None:
         raise UserError(f"{merged} exists: remove it, or leave out --merge")
 
 
+def base_of(run: Finetuning) -> Path:
+    """Return what --init names. If that is another run, which goes on, and this one is resumed: the
+    checkpoint that this one began with. Raise UserError if it is gone."""
+    init = recorded(run.directory, "facts").get("init", "")  # old runs have no facts
+    name = Path(str(init)).name
+    if not checkpoints(run.directory) or not checkpoints(run.init) or name[:5] != "step-":
+        return run.init
+    if not (run.init / name).is_dir():
+        problem = f"this run began with {run.init / name}, which is gone"
+        raise UserError(f"{problem}: give a copy of it as --init, or begin another run")
+    return run.init / name
+
+
 def prepare(
     run: Finetuning, parallel: ParallelConfig, process: Process, script: Script
 ) -> tuple[setup.Job, list]:
     """Check the flags, open the data, and build the model on meta, with its adapters.
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
-    base, tokenizer = find_model(run.init, run.tokenizer, process, run.chat_template)
+    init = process.broadcast_from_rank_zero(partial(base_of, run))
+    base, tokenizer = find_model(init, run.tokenizer, process, run.chat_template)
     techniques = (lora.TECHNIQUE,) if run.adapters else ()
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
@@ -258,6 +272,9 @@ def prepare(
         lr=usual_rate if run.lr is None else run.lr,
         last_step=last_step,
         base=base["directory"],
+        base_digest=process.broadcast_from_rank_zero(
+            partial(digest_of_weights, base["directory"])
+        ),
         techniques=techniques,
     )
     return job, examples

@@ -214,9 +214,14 @@ def metadata_file(directory: Path) -> Path:
 def bits_of_base(directory: Path) -> int:
     """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
     say it, PEFT's files do not."""
+    return recorded(directory, "flags").get("base_bits", 16)
+
+
+def recorded(directory: Path, what: str) -> dict:
+    """Return the "flags" or "facts" of the run that trained an adapter; none in PEFT's files."""
     path = metadata_file(directory)
-    flags = JsonFile(path).get("flags") if path.is_file() else None
-    return flags.get("base_bits", 16) if isinstance(flags, dict) else 16
+    found = JsonFile(path).get(what) if path.is_file() else None
+    return found if isinstance(found, dict) else {}
 
 
 @torch.no_grad()

@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from files.adapters import PEFT_FILES, is_adapter, metadata_file
-from files.formats import checked_config, is_hf, is_meta, note, open_hf
+from files.adapters import PEFT_FILES, is_adapter, metadata_file, recorded
+from files.formats import checked_config, is_hf, is_meta, note, open_hf, samples_of_weights
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
@@ -96,7 +96,10 @@ def find_adapter(directory: Path, base: Path) -> Path:
             if (found / CHECKSUMS).exists():
                 verify(found, "adapter")
             named = str(JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path") or base)
-            if Path(named).is_dir():
+            if digest := recorded(found, "facts").get("base_digest"):
+                is_other = digest != digest_of_weights(base)
+                named += ", as it was then"
+            elif Path(named).is_dir():
                 is_other = find_checkpoint(Path(named)).resolve() != base.resolve()
             else:  # a name on the hub, or a path elsewhere: the directory is likely called the same
                 is_other = is_hf(base) and Path(named).name not in base.resolve().parts
@@ -186,6 +189,15 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, Weights]:
         shape = tuple(entry.size)
         weights[name] = StoredTensor(entry.properties.dtype, shape, partial(read, name))
     return read_config(directory)["model"], weights
+
+
+def digest_of_weights(directory: Path) -> str:
+    """Return a digest by which other weights are noticed in a directory from find_checkpoint: of
+    our files' checksums, or of a sample of the bytes of other files."""
+    if not has_weights(directory):
+        return hashlib.sha256(samples_of_weights(directory)).hexdigest()
+    lines = (directory / CHECKSUMS).read_bytes().splitlines()
+    return hashlib.sha256(b"".join(line for line in lines if b" weights/" in line)).hexdigest()
 
 
 def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:

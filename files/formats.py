@@ -26,6 +26,8 @@ from plumbing.json_files import JsonFile
 from plumbing.messages import UserError, print_rank_zero
 
 Shapes = dict[str, tuple[int, ...]]
+SAMPLE = 256  # bytes, of at most about SAMPLES places in a file
+SAMPLES = 512
 
 # -------------------------------------------------------------------------- names and row orders
 
@@ -276,6 +278,22 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
         names = hf_names(name, config, shape)
         weights[name] = StoredTensor(found[names[0]].dtype, shape, partial(read, name, names))
     return config, weights
+
+
+def samples_of_weights(directory: Path) -> bytes:
+    """Return some bytes of each part of the files with weights, of Meta's or of transformers': few
+    enough to be read in a moment, and changed by any training."""
+    is_metas = is_meta(directory)
+    files = sorted(directory.glob("consolidated.*.pth")) if is_metas else hf_files(directory)
+    samples = b""
+    for path in files:
+        size = path.stat().st_size
+        samples += f"{path.name} {size} ".encode()
+        with open(path, "rb") as file:
+            for start in range(0, size, max(SAMPLE, size // SAMPLES)):
+                file.seek(start)
+                samples += file.read(SAMPLE)
+    return samples
 
 
 def hf_files(directory: Path) -> list[Path]:

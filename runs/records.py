@@ -304,11 +304,14 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
     another experiment, and if the training data differ; but not for those in `may_change`. Old
     checkpoints lack some flags. Raises UserError for another optimizer, whose state the checkpoint
-    does not have, and for a run that nothing here can resume."""
+    does not have, for another base, and for a run that nothing here can resume."""
     check_run(before)
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
+    if before.get("base_digest", "") not in ("", now.get("base_digest")):
+        problem = f"{now['init']} has other weights than the base that the run began with"
+        raise UserError(f"{problem}: give the first ones as --init, or begin another run")
     same_experiment = may_change | {"data_checksum", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}

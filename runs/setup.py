@@ -55,6 +55,7 @@ class Job:
     lr: float  # peak learning rate
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
+    base_digest: str = ""  # by which a resumed run notices other weights there
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
 
 
@@ -261,6 +262,7 @@ def facts_of(job: Job, work: Work, steps: Steps) -> dict:
     facts = values_of(work.parallel)
     if job.base:
         facts["init"] = str(job.base)
+        facts["base_digest"] = job.base_digest
     return facts | {
         "lr": job.lr,
         "steps": steps.last,

@@ -9,12 +9,13 @@ import pytest
 import torch
 from conftest import launch, metrics, refused, succeed
 from plain import effective_weights, plain_step
-from test_formats import our_model, stored
+from test_formats import our_model, saved_hf, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
+from test_train import flags as pretraining_flags
 
 from files.adapters import PEFT_FILES
 from files.conversion import write_checkpoint
-from files.directories import read_index
+from files.directories import digest_of_weights, find_adapter, read_index
 from files.loading import load_pretrained
 from files.safetensors import open_safetensors
 from finetune_lora import load_adapter
@@ -124,6 +125,59 @@ def test_a_run_on_two_ranks_is_the_same_run(base, sums, tmp_path):
     one, two = samples
     assert one == two
     assert len(one) > 6
+
+
+def test_another_base_is_noticed(base, sums, tmp_path, capsys):
+    """By --resume, which refuses it, and wherever the adapter is used."""
+    init = tmp_path / "base"
+    out = tmp_path / "run"
+    shutil.copytree(base, init)
+    command = "finetune_lora.py", *flags(init, sums, out, steps=2, save_every=1)
+    succeed(*command)
+    shutil.rmtree(out / "step-00000002")
+    assert "warning" not in succeed(*command, "--resume").err
+    find_adapter(out, base)  # the same weights elsewhere
+    assert capsys.readouterr().err == ""
+
+    shutil.rmtree(init)
+    shutil.rmtree(out / "step-00000002")
+    other = our_model(CONFIG, torch.float64, seed=6, factor=2, norms=(1, 1))
+    write_checkpoint(init, CONFIG, stored(other), BYTES)
+    refused(launch(*command, "--resume", nproc=2), f"{init} has other weights than the base")
+    find_adapter(out, init)
+    assert f"beside {init}, as it was then, and not {init}" in capsys.readouterr().err
+
+
+def test_a_sample_of_published_weights_tells_others(tmp_path):
+    model = our_model(CONFIG)
+    digests = []
+    for name in ("one", "same", "other"):
+        path = saved_hf(tmp_path / name, model)
+        digests.append(digest_of_weights(path))
+        if name == "same":
+            with torch.no_grad():
+                model.layers["1"].feed_forward.w2.weight += 0.01
+    one, same, other = digests
+    assert one == same != other
+
+
+def test_a_base_that_goes_on_is_what_it_was(corpus, sums, tmp_path):
+    """A run is the base of another one, which is resumed from the checkpoint that it began with."""
+    first = tmp_path / "first"
+    out = tmp_path / "run"
+    given = dict(steps=2, save_every=2, seq_len=48)
+    succeed("train.py", *pretraining_flags(corpus, first, **given))
+    command = "finetune_lora.py", *flags(first, sums, out, save_every=2, seq_len=48)
+    succeed(*command)
+    unbroken = metrics(out)
+    shutil.rmtree(out / "step-00000004")
+    more = given | dict(steps=4)
+    succeed("train.py", *pretraining_flags(corpus, first, **more), "--resume")
+    assert "warning" not in succeed(*command, "--resume", nproc=2).err
+    same_metrics(metrics(out), unbroken)
+    shutil.rmtree(out / "step-00000004")
+    shutil.rmtree(first / "step-00000002")
+    refused(launch(*command, "--resume"), "step-00000002, which is gone")
 
 
 def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
