@@ -32,7 +32,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -106,7 +106,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
     # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
-    with plumbing.endings.signals_collected(run.time_limit) as received, saver, recorder:
+    with plumbing.endings.signals_collected(run.time_limit), saver, recorder:
         # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
         for step, batch in zip(steps.to_do, task.batches(steps)):
             lr = learning_rate(step, steps.last, job.lr, run)
@@ -116,7 +116,7 @@ def train(task: Task, runner: nn.Module) -> bool:
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
             loss = accumulate(runner, batch, work.microbatch, world, task.loss)
             count, text_bytes = task.count(batch), batch.text_bytes
-            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step, received)
+            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
             metrics = recorder.measure(step, totals, lr, task.finish_measures(totals))
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal:
@@ -190,7 +190,6 @@ def update(
     clip: float,
     world: World,
     step: int,
-    received: Sequence[int] = (),
 ) -> Totals:
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
@@ -200,10 +199,10 @@ def update(
     have different numbers of targets. So we add up sums, and divide once by the number of targets
     of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
     difference.
-    `received` are the signals that this rank has received; the all-gather tells them to all ranks.
+    The all-gather also tells all ranks which signal asks one of them to end.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
-    signal = max(received, default=0)
+    signal = plumbing.endings.asked_to_end()
     rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm, signal])
     losses, _, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
     total_loss, total_count, total_bytes, *_ = rows.sum(0)

@@ -20,10 +20,11 @@ from plumbing.escaped import ESCAPED
 
 _ending = threading.RLock()
 _left_to_thread = threading.Event()
-received: list[int] = []  # by signals_collected
+_received: list[int] = []  # by signals_collected
 _started = time.monotonic()
-# What asks a run to save and end: Ctrl-C, torchrun, a closed terminal, Slurm, and the time limit.
-SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
+_deadline = float("inf")  # of --time-limit
+# What asks a run to save and end: Ctrl-C, torchrun, a closed terminal and Slurm.
+SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
 def end(code: int, message: str, show: bool) -> None:
@@ -69,30 +70,36 @@ def ctrl_c_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
-    """Yield a list to which SAVING_SIGNALS are added, instead of ending the process, within a
-    `with` block. A second SIGINT ends it after all. `time_limit`, in seconds since this process
-    has started, sends SIGALRM; 0 is none."""
-    received.clear()
+def signals_collected(time_limit: float = 0) -> Iterator[None]:
+    """Let SAVING_SIGNALS, and a `time_limit` in seconds since this process has started, be told by
+    asked_to_end, instead of ending the process, within a `with` block. A second SIGINT ends it
+    after all. A time limit of 0 is none."""
+    global _deadline
+    _received.clear()
+    _deadline = _started + time_limit if time_limit else float("inf")
     before = {}
     for number in SAVING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
             before[number] = signal.signal(number, _collect)
-    if time_limit:
-        left = time_limit - (time.monotonic() - _started)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
     try:
-        yield received
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _deadline = float("inf")
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def asked_to_end() -> int:
+    """Return the signal that asks this run to save and end; 0 if none does. SIGALRM stands for the
+    time limit. No timer sends it: a process has one alone, which a user's reward may set."""
+    is_late = time.monotonic() > _deadline
+    return max(_received, default=int(signal.SIGALRM) if is_late else 0)
+
+
 def _collect(number: int, frame) -> None:
-    if number == signal.SIGINT and number in received:
+    if number == signal.SIGINT and number in _received:
         end_interrupted()
-    received.append(number)
+    _received.append(number)
 
 
 def end_interrupted() -> None:
@@ -126,6 +133,14 @@ def _leave_to_thread(number: int, frame) -> None:
 
 def _watch(signals: int) -> None:
     told = False
+
+    def tell(name: str) -> None:
+        nonlocal told
+        if not told and _is_rank_zero():
+            told = True
+            with contextlib.suppress(OSError):  # the terminal may have been closed
+                os.write(2, f"{name}: this step ends, then a checkpoint is saved\n".encode())
+
     while True:
         readable, _, _ = select.select([signals], [], [], 1)
         numbers = os.read(signals, 64) if readable else b""
@@ -134,11 +149,10 @@ def _watch(signals: int) -> None:
             ours = handler is _leave_to_thread or _left_to_thread.is_set()
             if number == signal.SIGINT and ours:
                 end_interrupted()
-            if handler is _collect and not told and _is_rank_zero():
-                told = True
-                name = signal.Signals(number).name.replace("SIGALRM", "--time-limit")
-                with contextlib.suppress(OSError):  # the terminal may have been closed
-                    os.write(2, f"{name}: this step ends, then a checkpoint is saved\n".encode())
+            if handler is _collect:
+                tell(signal.Signals(number).name)
+        if time.monotonic() > _deadline:
+            tell("--time-limit")
         end_if_orphaned()
 
 

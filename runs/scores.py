@@ -52,9 +52,9 @@ class Stopped(Exception):
 
 def until_signal(items: Iterable) -> Iterator:
     """Yield the items, as all ranks do together. Raise Stopped on all ranks, in place of the next
-    item, once one of plumbing/endings.py's SAVING_SIGNALS has been collected on some rank."""
+    item, once some rank is asked to end (plumbing/endings.py)."""
     for item in items:
-        signal_number = torch.tensor(max(endings.received, default=0))
+        signal_number = torch.tensor(endings.asked_to_end())
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(signal_number, dist.ReduceOp.MAX)
         if signal_number:
