@@ -26,11 +26,11 @@ its number, so a step is the same on any number of ranks. docs/preferences.md sa
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
+import contextlib
 import math
-import runpy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -46,9 +46,11 @@ from model import IGNORE
 from parallel import used_techniques, weights_at_hand
 from plumbing import processes
 from plumbing.flags import flag, other_default
-from plumbing.messages import UserError
+from plumbing.messages import UserError, is_rank_zero, with_progress
+from plumbing.processes import meet
 from runs.flags import rate_flag
-from runs.scores import batch_of, set_loss_of_each_target
+from runs.reward_process import RewardFailed, RewardProcess
+from runs.scores import Stopped, batch_of, set_loss_of_each_target
 from runs.task import Task
 from techniques.decoding import check_length, generate
 from text.batch import Batch
@@ -96,18 +98,17 @@ class Rewarding(Finetuning):
         if self.group < 2 or self.batch % self.group:
             problem = f"--batch {self.batch} must be a multiple of --group"
             raise UserError(f"{problem}, which is 2 or more")
-        load_reward(self.reward)
 
 
 @cache
-def load_reward(path: Path) -> Callable:
-    """Return the function `reward` of a file, which runs once."""
+def reward_process(path: Path) -> RewardProcess:
+    """Return the process that rewards answers. Rank 0 has one."""
     if not path.is_file():
         raise UserError(f"--reward {path}: there is no such file")
     try:
-        return runpy.run_path(str(path))["reward"]
-    except Exception as error:
-        raise UserError(f"--reward {path} has no function reward: {error!r:.200}")
+        return RewardProcess(path)
+    except RewardFailed as failed:
+        raise UserError(f"--reward {path} has no function reward: it {failed}")
 
 
 # ---------------------------------------------------------------------------- prompts and answers
@@ -122,6 +123,8 @@ def open_prompts(
     """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
     on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
     is on those of training."""
+    if is_rank_zero():
+        reward_process(run.reward)
     read = partial(read_prompts, run, tokenizer, reading)
     train, val = read(run.data)
     if run.val_data:
@@ -205,7 +208,10 @@ class Rewards(Task):
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
-            yield self.batch_of_answers(steps.order.sequences(step))
+            if self.problem:
+                return
+            with contextlib.suppress(Stopped):
+                yield self.batch_of_answers(steps.order.sequences(step))
 
     def batch_of_answers(self, numbers: Sequence[int]) -> Batch:
         """Return this rank's share of a step's answers, with their advantages. `numbers` are those
@@ -237,7 +243,7 @@ class Rewards(Task):
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers. Rank 0
-        computes these, since a reward may be random."""
+        computes these, since a reward may be random. If one fails, raise Stopped on all ranks."""
         world = self.world
         own_prompts = [ids for ids, _ in asked[self.own]]
         own_answers, log_p = self.sample(own_prompts, numbers[self.own])
@@ -246,7 +252,11 @@ class Rewards(Task):
         answers = [None] * len(asked)
         for places, its_answers in shares:
             answers[places] = its_answers
-        rewards = world.broadcast_from_rank_zero(partial(self.score, asked, answers))
+        scored = self.score(asked, answers) if world.rank == 0 else None
+        meet()  # rewards may take longer than a collective waits
+        rewards, self.problem = world.broadcast_from_rank_zero(lambda: scored)
+        if self.problem:
+            raise Stopped
         return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
 
     def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
@@ -274,24 +284,21 @@ class Rewards(Task):
         model.train(in_training)
         return answers, torch.stack(log_p, 1)
 
-    def score(self, asked: list, answers: list[list[int]]) -> list[float]:
-        """Return the reward of each answer. Raise UserError where it is no finite number."""
-        reward = load_reward(self.run.reward)
+    def score(self, asked: list, answers: list[list[int]]) -> tuple[list[float], str]:
+        """Return the reward of each answer, and a line if one of them has none."""
+        process = reward_process(self.run.reward)
         rewards = []
-        for (_, record), answer in zip(asked, answers):
+        for (_, record), answer in zip(asked, with_progress(answers, "rewarding")):
             text = self.text_of(answer)
             try:
-                value = float(reward(**record, answer=text))
-                if not math.isfinite(value):
-                    raise ValueError(f"it returned {value}")
-            except Exception as error:
+                rewards.append(process.reward(record, text))
+            except RewardFailed as failed:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
-                if "unexpected keyword argument" in str(error):
+                if "unexpected keyword argument" in str(failed):
                     advice = ": write reward(prompt, answer, **fields), for a line's other fields"
-                raise UserError(f"{self.run.reward}: {call} raised {error!r:.200}{advice}")
-            rewards.append(value)
-        return rewards
+                return [], f"{self.run.reward}: {call} {failed}{advice}"
+        return rewards, ""
 
     def text_of(self, answer: list[int]) -> str:
         """Return the text of an answer, or "" if it does not end: if such answers were rewarded,

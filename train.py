@@ -107,6 +107,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(run.time_limit), saver, recorder:
+        step, signal = steps.done, 0
         # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
         for step, batch in zip(steps.to_do, task.batches(steps)):
             lr = learning_rate(step, steps.last, job.lr, run)
@@ -119,9 +120,13 @@ def train(task: Task, runner: nn.Module) -> bool:
             totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
             metrics = recorder.measure(step, totals, lr, task.finish_measures(totals))
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
-            if signal:
+            if signal or task.problem:
                 break
             recorder.start_step()
+        if task.problem:
+            if step > steps.done:
+                saver.save(step)
+            raise UserError(task.problem)
 
     print_rank_zero(f"checkpoint: {saver.newest}")
     if signal:

@@ -204,7 +204,8 @@ def end_because_of(error: BaseException) -> None:
     if store is None and isinstance(error, dist.DistError):
         fail(store, 1, f"rank {rank} cannot join the other ranks: {reason}")
     message = f"rank {rank} failed: {type(error).__name__}: {reason}".removesuffix(": ")
-    if store is None or dist.get_world_size() == 1:
+    is_alone = store is None or dist.get_world_size() == 1
+    if is_alone and not isinstance(error, SystemExit):  # whose code may be 0
         endings.report(message)
         return
     peer_lost = isinstance(error, dist.DistError) or re.search(OF_GLOO, str(error)) is not None

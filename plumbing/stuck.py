@@ -22,7 +22,8 @@ from torch._C import _distributed_c10d as c10d
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 KEPT = 500  # collectives in a report
 ROOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-COMMUNICATES = ("distributed_c10d.py", "_functional_collectives.py")  # files of torch.distributed
+# Files of torch.distributed, and ours in which ranks wait for each other.
+COMMUNICATES = ("distributed_c10d.py", "_functional_collectives.py", "plumbing/processes.py")
 SAME_SIZES = "all_?reduce|all_?gather|reduce_?scatter"  # on all ranks
 
 
@@ -59,9 +60,10 @@ def position(error: BaseException | None = None) -> tuple[str, bool]:
     communicates = False
     for frame, line in frames:
         path = frame.f_code.co_filename
-        if path.startswith(ROOT) and "site-packages" not in path:
+        waits = path.endswith(COMMUNICATES)
+        if path.startswith(ROOT) and "site-packages" not in path and not waits:
             return f"{path.removeprefix(ROOT)}:{line}", communicates
-        communicates |= path.endswith(COMMUNICATES)
+        communicates |= waits
     return "?", communicates
 
 

@@ -44,9 +44,10 @@ def set_loss_of_each_target(model: Llama) -> None:
 
 
 class Stopped(Exception):
-    """Ends an evaluation: some rank has received a signal that asks the run to save and end."""
+    """Ends what ranks do together, on all of them: some rank has received a signal that asks the
+    run to save and end, or the task has a `problem`, with the signal 0."""
 
-    def __init__(self, signal: int):
+    def __init__(self, signal: int = 0):
         self.signal = signal
 
 

@@ -50,6 +50,7 @@ class Task:
     work: Work
     sample_text: Callable[[int], str]
     before_step = "data"  # the name that `bench.py step` gives to the time before a step
+    problem = ""  # a line, equal on all ranks, that tells why there is no next step
 
     @cached_property
     def whole_model_fits(self) -> bool:

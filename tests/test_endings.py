@@ -257,6 +257,13 @@ def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, 
     assert result.err.count("Traceback") == 1 and result.codes == [1, 1]
 
 
+def test_a_process_alone_does_not_end_as_if_it_were_done(corpus, tmp_path):
+    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
+    script = with_fault(tmp_path / "copy", "train", place, f"    raise SystemExit(0)\n{place}")
+    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"))
+    assert error_lines(result) == ["error: rank 0 failed: SystemExit: 0"] and result.codes == [1]
+
+
 def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
     out = tmp_path / "run"
     script = with_fault(tmp_path / "copy", "records", 'open(path, "r+b"', 'open("/dev/full", "r+b"')

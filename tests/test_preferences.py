@@ -11,6 +11,7 @@ from conftest import changed_copy, hugging_face_model, launch, metrics, refused,
 from exact import GROUPED
 from plain import effective_weights, plain_model
 from test_chat import BYTES
+from test_endings import gone_in_time
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
 from test_formats import our_model, stored
 from test_model import to_hugging_face
@@ -328,6 +329,70 @@ def test_rank_0_rewards_all_answers(given, tmp_path):
     out = succeed(*command(given, tmp_path / "out", **more), nproc=2).out
     assert "--chat" not in out and f"curves:     python report.py {tmp_path / 'out'}" in out
     assert [row["reward"] for row in metrics(tmp_path / "out")] == [0.0, 0.0]
+
+
+ENDINGS = {  # of a process by a reward, and what is said
+    "sys.exit(0)": "raised SystemExit(0)",
+    "raise KeyboardInterrupt": "raised KeyboardInterrupt",
+    "os._exit(0)": "ended its process with exit code 0",
+    "os.kill(os.getpid(), 11)": "ended its process with SIGSEGV",
+}
+
+
+@pytest.mark.parametrize("end, nproc, eval_every", zip(ENDINGS, (0, 2, 2, 0), (0, 0, 2, 2)))
+def test_a_reward_that_ends_its_process_ends_no_other(given, tmp_path, end, nproc, eval_every):
+    """The run names the file, the prompt and the answer, and saves what it has trained."""
+    calls = 17  # the first after two steps
+    if eval_every:
+        calls += 11  # one of the second evaluation: they have nine calls, or ten on two ranks
+    (tmp_path / "ends.py").write_text(
+        "import os, sys\ncalls = []\n"
+        "def reward(**given):\n    calls.append(1)\n"
+        f"    if len(calls) == {calls}:\n        {end}\n    return len(calls)\n"
+    )
+    more = dict(reward=tmp_path / "ends.py", save_every=0, eval_every=eval_every)
+    out = tmp_path / "out"
+    result = launch(*command(given, out, **more), nproc=nproc)
+    refused(result, "ends.py: reward('", ENDINGS[end])
+    assert metrics(out)[-1]["step"] == 2
+    assert (out / "step-00000002").is_dir()
+
+
+def test_a_reward_may_do_anything_to_its_process(given, tmp_path):
+    """A run with it is the same run. Nothing of it is left at the end."""
+    (tmp_path / "wild.py").write_text(
+        "import os, random, signal, sys, torch\n"
+        f"sys.path.insert(0, {str(given['reward'].parent)!r})\n"
+        "from reward import reward as right\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "def reward(**given):\n"
+        "    os.chdir('/')\n    torch.set_grad_enabled(False)\n"
+        "    torch.set_default_dtype(torch.float16)\n    torch.manual_seed(0)\n"
+        "    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    signal.alarm(1)\n"
+        "    assert sys.stdin.read() == ''\n    print('rewarded')\n    os.environ.clear()\n"
+        "    return right(**given)\n"
+    )
+    succeed(*command(given, tmp_path / "one"))
+    wild = succeed(*command(given, tmp_path / "two", reward=tmp_path / "wild.py"))
+    assert "rewarded" in wild.out
+    same_run(tmp_path / "two", tmp_path / "one", step=4)
+    assert gone_in_time(int((tmp_path / "pid").read_text()))
+
+
+def test_slow_rewards_are_waited_for(given, tmp_path):
+    """For longer than a collective waits. Meanwhile rank 0 says which rank computes them."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef reward(**given):\n    time.sleep(1.2)\n    return 1\n"
+    )
+    edits = {"COLLECTIVE_TIMEOUT = timedelta(minutes=10)": "COLLECTIVE_TIMEOUT = timedelta(0, 5)"}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="joining")
+    stuck = tmp_path / "copy/plumbing/stuck.py"
+    stuck.write_text(stuck.read_text().replace("STUCK_AFTER = 60", "STUCK_AFTER = 1"))
+    more = dict(reward=tmp_path / "slow.py", steps=1, eval_every=0, warmup=1)
+    result = succeed(*within, *command(given, tmp_path / "out", **more), nproc=2)
+    assert "rewarding: " in result.err
+    says = "rank 0 computing at runs/reward_process.py:\\d+; rank 1 waiting at rewards.py:"
+    assert re.search(says, result.err)
 
 
 def test_an_answer_that_does_not_end_is_none():
