@@ -224,9 +224,8 @@ def update(
     n = parallel.replicate * parallel.shard
     scale = n / total_count.clamp(min=1)
     norm = squared_norms.sum().sqrt() * scale
-    if clip:
-        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
-    scale_gradients(optimizer, gradients, scale)
+    clipping = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0  # as clip_grad_norm_ does
+    scale_gradients(optimizer, gradients, scale, clipping)
 
     # An update waits for the device only here, to see before the optimizer's step that all is
     # finite. `health` is not finite if a loss or a gradient is not, or if there are no targets.

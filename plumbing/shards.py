@@ -89,6 +89,14 @@ def matrices_of(model: nn.Module) -> set[str]:
     return found
 
 
+def without_slope(model: nn.Module) -> set[str]:
+    """Return the names of the parameters whose gradient is not the slope of the loss."""
+    found = set()
+    for path, layer in model.named_modules():
+        found |= {f"{path}.{name}".lstrip(".") for name in getattr(layer, "no_slope", ())}
+    return found
+
+
 def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:
     """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
     alike, but of LoRA's factors one is replicated."""

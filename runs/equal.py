@@ -28,7 +28,7 @@ from files.published import with_fixed_weights
 from model import IGNORE, Llama, LlamaConfig
 from parallel import World, parallelize
 from plumbing.messages import UserError
-from plumbing.shards import allocate, chunk_of
+from plumbing.shards import allocate, chunk_of, without_slope
 from techniques.context_parallel import own_tokens, share_sequences
 from techniques.optimizers import optimizer_parameters
 from techniques.schedules import lines_of, read_schedule
@@ -280,11 +280,11 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
             )
     loss.backward()
     # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
-    trained = {n: p for n, p in reversed([*model.named_parameters()]) if p.requires_grad}
-    for name in [*trained]:
-        path, _, attribute = name.rpartition(".")
-        if attribute in getattr(model.get_submodule(path), "no_slope", ()):  # nor meant to be
-            del trained[name]
+    trained = {}
+    no_slope = without_slope(model)
+    for name, parameter in reversed([*model.named_parameters()]):
+        if parameter.requires_grad and name not in no_slope:
+            trained[name] = parameter
     for name, parameter in trained.items():
         if parameter.grad is None:
             raise UserError(

@@ -15,7 +15,8 @@ parallelism their ranks wait. So each expert has a bias, which counts in the cho
 weights, and falls while the expert gets more than its share (Wang et al. 2024, arXiv:2408.15664).
 The loss has no slope in it; in place of a gradient, backward gives it the excess of tokens. That is
 a sum over tokens, as gradients are: over microbatches and ranks it is that of the whole batch, in
-whole numbers, and AdamW, whose step is nearly the sign, does what the paper does. A hook after the
+whole numbers, and AdamW, whose step is nearly the sign, does what the paper does. Counted are the
+tokens that the loss depends on, which have a gradient: so padding is none. A hook after the
 optimizer's step would have to sum counts over ranks, and to leave out what is recomputed. The usual
 auxiliary loss, X sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is
 a product of two means, to which those of two halves of a batch do not add up.
@@ -60,11 +61,9 @@ class Router(nn.Linear):
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.to(dtype), weight.to(dtype))  # [N, X]
         experts, weights = self.choose(scores, bias)
-        numbers = torch.arange(scores.shape[1], device=x.device)  # of the experts
-        counts = (experts.view(-1, 1) == numbers).sum(0)
         if bias is not None:
-            weights = ExcessAsGradient.apply(weights, bias, counts)
-        return experts, weights, counts
+            weights = ExcessAsGradient.apply(weights, bias, experts)
+        return experts, weights, tokens_of_each(experts, scores.shape[1])
 
     def choose(self, scores, bias):
         """scores [N, X], bias [X] or None -> experts [N, K], weights [N, K]"""
@@ -74,20 +73,32 @@ class Router(nn.Linear):
         return experts, scores.gather(1, experts).softmax(1)
 
 
-EXCESS_SCALE = 2.0**-10  # so small that the norm of all gradients stays. AdamW divides by it again
+def tokens_of_each(experts: Tensor, n_experts: int) -> Tensor:
+    """Return how many tokens have chosen each expert: [X]. `experts` are those of each token."""
+    numbers = torch.arange(n_experts, device=experts.device)
+    return (experts.view(-1, 1) == numbers).sum(0)
+
+
+EXCESS_SCALE = 2.0**-10  # AdamW divides by it again
 
 
 class ExcessAsGradient(torch.autograd.Function):
-    """Return the weights; in backward give the bias [X] the excess of the counts [X]."""
+    """Return the weights [N, K]; in backward give the bias [X] the excess of tokens over the mean,
+    X times. A token whose weights have no gradient counts for none."""
 
     @staticmethod
-    def forward(ctx, weights, bias, counts):
-        ctx.excess = len(counts) * counts - counts.sum()  # X times what is more than the mean
+    def forward(ctx, weights, bias, experts):
+        ctx.save_for_backward(experts)
+        ctx.n_experts = len(bias)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, ctx.excess.to(gradient.dtype) * EXCESS_SCALE, None
+        (experts,) = ctx.saved_tensors
+        is_counted = (gradient != 0).any(1, keepdim=True)
+        counts = tokens_of_each(torch.where(is_counted, experts, -1), ctx.n_experts)
+        excess = ctx.n_experts * counts - counts.sum()
+        return gradient, excess.to(gradient.dtype) * EXCESS_SCALE, None
 
 
 class GroupedLinear(nn.Module):

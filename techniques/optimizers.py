@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from model import Llama
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
-from plumbing.shards import matrices_of, to_local
+from plumbing.shards import matrices_of, to_local, without_slope
 from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import Muon
 from techniques.zero1 import all_gather_updates
@@ -73,6 +73,9 @@ def make_optimizer(
     groups = [{"params": matrices, "weight_decay": weight_decay}]
     if vectors:  # a plain adapter has none
         groups.append({"params": vectors, "weight_decay": 0.0})
+    no_slope = without_slope(model)
+    for name, parameter in named:
+        parameter.has_slope = name not in no_slope
     options = dict(lr=lr, betas=betas)
     if world.parallel.optimizer == "muon":
         in_blocks = {name for name in names_of_matrices if name.startswith("layers.")}
@@ -105,16 +108,24 @@ def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's part of each gradient, and a share of their squared norm: over all `ranks`
-    the shares add up to it. Raise UserError if a parameter has no gradient."""
+    """Return this rank's part of each gradient, and a share of the squared norm of those that are
+    slopes of the loss: over all `ranks` the shares add up to it. Raise UserError if a parameter has
+    no gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             if parameter.grad is None:
                 raise UserError(f"{name} got no gradient: use it in every microbatch, or remove it")
             parameters.append(parameter)
-    squared_norm = local_squared_norm(parameters, ranks)
+    slopes = [parameter for parameter in parameters if has_slope(parameter)]
+    squared_norm = local_squared_norm(slopes, ranks)
     return [to_local(parameter.grad) for parameter in parameters], squared_norm
+
+
+def has_slope(parameter: Tensor) -> bool:
+    """Return whether a parameter's gradient is the slope of the loss, as make_optimizer has noted
+    it."""
+    return getattr(parameter, "has_slope", True)
 
 
 def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
@@ -139,9 +150,19 @@ def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
     return squares
 
 
-def scale_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor], scale: Tensor):
-    """Multiply the gradients by a scalar, or let the optimizer do it in its next step."""
-    scale = scale.to(gradients[0])
+def scale_gradients(
+    optimizer: torch.optim.Optimizer,
+    gradients: list[Tensor],
+    scale: Tensor,
+    clipping: Tensor | float = 1.0,
+) -> None:
+    """Multiply the gradients by two scalars, or let the optimizer do it in its next step; those
+    that are no slopes of the loss by `scale` alone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not has_slope(parameter):
+                to_local(parameter.grad).div_(clipping)
+    scale = (scale * clipping).to(gradients[0])
     if isinstance(optimizer, BFloat16AdamW):
         optimizer.gradient_scale = scale
     else:

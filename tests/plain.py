@@ -50,18 +50,24 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor, own_loss: bool) -> to
     return (focal + z_loss).mean()
 
 
-def plain_step(logits, targets, named: dict, optimizer, clip=CLIP, own_loss=False) -> tuple:
+def plain_step(
+    logits, targets, named: dict, optimizer, clip=CLIP, own_loss=False, excess=()
+) -> tuple:
     """Update the parameters `named`. Return the mean loss, the number of targets and the norm of
     the gradients, as a tuple; and the gradients once clipped."""
     valid = targets != IGNORE
     loss = mean_loss(logits[valid], targets[valid], own_loss)
-    return plain_update(loss, valid.sum().item(), named, optimizer, clip)
+    return plain_update(loss, valid.sum().item(), named, optimizer, clip, excess)
 
 
-def plain_update(loss, count: int, named: dict, optimizer, clip=CLIP) -> tuple:
-    """Do what plain_step does, given the mean loss and of how many it is the mean."""
+def plain_update(loss, count: int, named: dict, optimizer, clip=CLIP, excess=()) -> tuple:
+    """Do what plain_step does, given the mean loss and of how many it is the mean. `excess` is what
+    with_dense_experts returns."""
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(named.values(), clip)
+    slopes = [p for name, p in named.items() if name not in excess]
+    norm = torch.nn.utils.clip_grad_norm_(slopes, clip)
+    for name in excess:
+        named[name].grad = excess[name] / count
     assert norm > clip  # otherwise clipping would not be tested
     gradients = {name: p.grad for name, p in named.items()}
     optimizer.step()
@@ -144,7 +150,6 @@ def plain_training(key: str) -> dict:
     make_optimizer = plain_muon if case["optimizer"] == "muon" else plain_adamw
     optimizer = make_optimizer(trainable, 1e-3 if lora else 1e-2)
     batch = batch_of(case["packed"], case["seq"])
-    targets_in_batch = (batch.targets != IGNORE).sum()
     untied = case["config"] | dict(tie_embeddings=False)
     bare = config_of(untied).build().double()
     excess = with_dense_experts(bare)
@@ -160,20 +165,19 @@ def plain_training(key: str) -> dict:
     first_gradients = {}
     for _ in range(case["steps"]):
         weights = effective_weights(model, lora)
+        excess.clear()
         if not objective:
             inputs = {"tokens": batch.tokens, "positions": batch.positions}
             logits = torch.func.functional_call(bare, weights, (), inputs)
-            for name in excess.keys() & trainable.keys():
-                trainable[name].grad = excess[name] / targets_in_batch
-            own_loss = case["own_loss"]
-            row, gradients = plain_step(logits, batch.targets, trainable, optimizer, CLIP, own_loss)
+            given = logits, batch.targets, trainable, optimizer, CLIP, case["own_loss"]
+            row, gradients = plain_step(*given, excess)
         else:
             if objective == "rewards":
                 loss, count, measures = plain_rewards(bare, weights)
             else:
                 trained = range(BATCH)
                 loss, count, measures = plain_preferences(objective, bare, weights, base, trained)
-            row, gradients = plain_update(loss, count, trainable, optimizer)
+            row, gradients = plain_update(loss, count, trainable, optimizer, CLIP, excess)
             row += measures
         rows.append(row)
         first_gradients = first_gradients or gradients
@@ -188,7 +192,7 @@ def plain_training(key: str) -> dict:
 def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
     """Let mixtures of experts compute a plain formula: all experts compute all tokens, and those
     that a token does not use get the weight 0. Return what stands for gradients of the routers'
-    biases, by name; forward writes it there."""
+    biases, by name; backward adds it there. It counts tokens whose weights have a gradient."""
     excess = {}
 
     def dense(name: str, mixture: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -205,16 +209,23 @@ def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
         chosen = ranking.topk(router.top_k).indices
         used = torch.zeros_like(scores, dtype=torch.bool)
         used.scatter_(-1, chosen, True)
-        counts = used.sum((0, 1))
-        above_mean = len(counts) * counts - counts.sum()
-        excess[f"{name}.router.bias"] = above_mean.double() / 1024
         weights = torch.where(used, p, 0)
         weights = weights / weights.sum(-1, keepdim=True)
         y = 0
         if has_groups:
             weights = weights * router.routed_scale
             y = mixture.shared(x)
-        for i in range(len(counts)):
+
+        def add_excess(gradient: torch.Tensor) -> None:
+            depended_on = gradient.abs().sum(-1, keepdim=True) > 0
+            counts = (used & depended_on).sum((0, 1))
+            above_mean = len(counts) * counts - counts.sum()
+            key = f"{name}.router.bias"
+            excess[key] = excess.get(key, 0) + above_mean.double() / 1024
+
+        if router.bias is not None and router.bias.requires_grad and weights.requires_grad:
+            weights.register_hook(add_excess)
+        for i in range(scores.shape[-1]):
             gate = F.silu(F.linear(x, experts.w1.weight[i]))
             up = F.linear(x, experts.w3.weight[i])
             down = F.linear(gate * up, experts.w2.weight[i])

@@ -239,6 +239,9 @@ OBJECTIVES = [
     (2, "ipo", "none", dict(tp=2, tied=True)),
     (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
+    (1, "rewards", "none", dict(family="deepseek_v3", microbatch=1)),
+    (2, "rewards", "none", dict(dp="fsdp", ep=2, family="mixtral")),
+    (2, "sigmoid", "none", dict(dp="fsdp", family="mixtral", checkpointing="full")),
     (2, "rewards", "all", dict(tp=2)),
     (2, "rewards", "all", dict(cp=2, microbatch=4)),
     (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
@@ -255,8 +258,7 @@ def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, di
     usable = []
     for name, (ranks, given) in cases.items():
         rounds = reference_of(given) is not None
-        has_experts = config_of(given["config"]).n_experts > 0
-        if not (rounds or has_experts or "generate" in given):
+        if not (rounds or "generate" in given):
             usable.append((name, ranks, given))
     found = {}
     losses = itertools.cycle(LOSSES)

@@ -18,6 +18,7 @@ from checkpoint import find_checkpoint, read_config
 from costs.shapes import flops_per_token
 from files.loading import load_pretrained
 from lora import LoRA, add_adapters
+from model import IGNORE
 from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
@@ -44,6 +45,26 @@ def test_a_recomputation_does_not_choose_again(kind):
     with CountTopK() as counted:
         model(tokens, tokens).backward()
     assert counted.times == SMALL.n_layers
+
+
+def test_padding_is_no_token_of_the_balance():
+    """Nor is any token where the loss has no slope, as that of answers with equal rewards."""
+    model = SMALL.build().double()
+    model.init_weights()
+    tokens = torch.arange(14).view(2, 7)
+
+    def excess(tokens: torch.Tensor, targets: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        model.zero_grad()
+        (factor * model(tokens, targets)).backward()
+        biases = [block.feed_forward.router.bias.grad for block in model.layers.values()]
+        return torch.stack(biases)
+
+    padded = tokens.clone()
+    padded[:, 4:] = 5
+    alone = excess(tokens[:, :4], tokens[:, 1:5])
+    targets = tokens.roll(-1, 1).index_fill(1, torch.arange(4, 7), IGNORE)
+    assert torch.equal(excess(padded, targets), alone)
+    assert alone.any() and not excess(padded, targets, factor=0.0).any()
 
 
 def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
