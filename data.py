@@ -230,6 +230,10 @@ class Windows(ConcatDataset):
             checksum = zlib.crc32(np.ascontiguousarray(file[::stride]), checksum)
         return checksum
 
+    def tokens_in(self, rows: list[int]) -> int:
+        """Return how many tokens some windows have."""
+        return len(rows) * self.seq_len
+
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""

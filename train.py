@@ -118,7 +118,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             loss = accumulate(runner, batch, work.microbatch, world, task.loss)
             count, text_bytes = task.count(batch), batch.text_bytes
             totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
-            metrics = recorder.measure(step, totals, lr, task.finish_measures(totals))
+            tokens, measures = task.tokens(steps, step), task.finish_measures(totals)
+            metrics = recorder.measure(step, totals, lr, tokens, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal or task.problem:
                 break

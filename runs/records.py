@@ -51,7 +51,7 @@ class Recorder(contextlib.AbstractContextManager):
         self.profiler = start_profiler(out / f"trace-{world.rank}.json") if run.profile else None
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-        self.flops_per_token = flops_per_token(work.model, work.seq_len)
+        self.tokens = steps.order.tokens_done(steps.done)  # on rank 0, what the record says
         if world.rank == 0:
             config = work.model.config
             self.config = {
@@ -75,24 +75,30 @@ class Recorder(contextlib.AbstractContextManager):
         if not error:  # after an error, ranks still need to know which of them is behind
             note_step(None)
 
-    def measure(self, step: int, totals: Totals, lr: float, measures: dict[str, float]) -> dict:
-        """Return the metrics of a step that has just ended, with the `measures` of the run's task;
-        print those of the first, the last and every tenth step."""
+    def measure(
+        self, step: int, totals: Totals, lr: float, tokens: int, measures: dict[str, float]
+    ) -> dict:
+        """Return the metrics of a step that has just ended: its `tokens` are those of all ranks,
+        its `measures` the task's. Print those of the first, the last and every tenth step."""
         now, steps = time.perf_counter(), self.steps
         if self.profiler:
             self.profiler.step()
         seconds = now - self.step_started
         note_step(step, seconds)
-        tokens_per_second = self.work.batch * self.work.seq_len / seconds
-        flops = self.flops_per_token * tokens_per_second / self.world.size  # of a rank
-        mfu = flops / self.peak_flops if self.peak_flops else None
+        self.tokens += tokens
+        tokens_per_second = tokens / seconds
+        mfu = None
+        if self.peak_flops:
+            length = round(tokens / self.work.batch)  # of a row, without padding
+            flops = flops_per_token(self.work.model, length) * tokens_per_second
+            mfu = flops / self.world.size / self.peak_flops
         metrics = {
             "step": step,
             "loss": totals.mean_loss,
             **measures,
             "grad_norm": totals.grad_norm,
             "lr": lr,
-            "tokens": steps.order.tokens_done(step),
+            "tokens": self.tokens,
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
@@ -150,7 +156,10 @@ class Recorder(contextlib.AbstractContextManager):
         out = self.run.directory
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
-        kept = (row for row in read_metrics(path) if row["step"] <= done)
+        kept = [row for row in read_metrics(path) if row["step"] <= done]
+        for row in kept:
+            if type(row.get("tokens")) is int:
+                self.tokens = row["tokens"]
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
         self.file, self.step = open(path, "r+b", buffering=0), done
 

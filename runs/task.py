@@ -78,6 +78,11 @@ class Task:
         """Return by what a step divides its loss: the number of targets of this rank's batch."""
         return batch.count()
 
+    def tokens(self, steps: Steps, step: int) -> int:
+        """Return how many tokens a step trains on, over all ranks; padding is none."""
+        train_set = self.job.train_set
+        return train_set.tokens_in(steps.order.rows(step, train_set.sources))
+
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return by name what is recorded of a step or an evaluation beside its loss, and begin
         anew for the next. All ranks call it together, once after each update and each `evaluate`,

@@ -90,10 +90,14 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
     )
     rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
+    tokens = 0
     for step, row in enumerate(metrics(out)):
         chosen = [window_of(step * 8 + i, len(rows), seed=0) for i in range(8)]
         batch = rows.batch(chosen)
         weights = effective_weights(model, lora)
+        for samples in (rows.rows[i] for i in chosen):
+            tokens += sum(len(rows.samples[i][0]) - 1 for i in samples)
+        assert row["tokens"] == tokens < (step + 1) * 8 * SEQ
         given = batch.tokens, None, batch.positions
         logits = torch.func.functional_call(bare, weights, given)
         for group in optimizer.param_groups:

@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_copy, hugging_face_model, launch, metrics, refused, slow, succeed
+from conftest import (
+    alone,
+    changed_copy,
+    hugging_face_model,
+    launch,
+    metrics,
+    refused,
+    slow,
+    succeed,
+)
 from exact import GROUPED
 from plain import effective_weights, plain_model
 from test_chat import BYTES
@@ -21,9 +30,11 @@ from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from files.conversion import write_checkpoint
 from model import IGNORE, Llama, LlamaConfig
+from plumbing.messages import UserError
 from preferences import Preferences, Preferring
 from rewards import Answers, Rewards
 from runs.scores import evenly_spaced
+from text.batch import Batch
 from text.order import Order, Steps, window_of
 from text.packing import Packed
 
@@ -278,6 +289,7 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
         for name in theirs.keys() & {*names, "val_reward"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-12, abs=1e-12), name
         assert theirs.keys() >= names and ours["log_ratio"] < 1e-12
+    assert metrics(tmp_path / "one")[0]["tokens"] <= 8 * (2 + 6)  # an answer has six at most
     assert "step 4: validation loss" in out and "val_reward" in metrics(tmp_path / "two")[-1]
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
@@ -413,6 +425,26 @@ def test_an_answer_that_does_not_end_is_none():
     assert values["advantage"] == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
     assert values["sampled_log_p"] == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
     assert values["begins"] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("far", [4, 5])
+def test_a_few_tokens_may_differ_between_sampling_and_training(far):
+    """As where rounding sends a token to another expert."""
+    task = Rewards.__new__(Rewards)
+    task.world = alone(dtype=torch.float32)
+    task.job = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    task.measured = {"log_ratio": 0.0}
+    task.compared = task.far = 0
+    sampled_log_p = torch.zeros(1, 45)
+    sampled_log_p[0, :far] = 0.05
+    values = dict(sampled_log_p=sampled_log_p, advantage=torch.ones(1, 45))
+    tokens = torch.ones(1, 45, dtype=torch.int64)
+    task.loss(torch.zeros(1, 45), Batch(tokens, tokens, None, 0, target_values=values))
+    if far == 5:
+        with pytest.raises(UserError, match=r"differs by 0\.05 between sampling and training"):
+            task.finish_measures(None)
+    else:
+        assert task.finish_measures(None)["log_ratio"] == pytest.approx(0.05)
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):

@@ -94,6 +94,13 @@ class Packed:
         """Return a checksum of all ids, to notice when nodes have different files."""
         return zlib.crc32(np.concatenate([ids for ids, _ in self.samples]))
 
+    def tokens_in(self, rows: list[int]) -> int:
+        """Return how many tokens some rows have; padding is none."""
+        total = 0
+        for row in rows:
+            total += sum(len(self.samples[sample][0]) - 1 for sample in self.rows[row])
+        return total
+
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the rows of these indices; None makes a row without targets."""
         shape = len(indices), self.seq_len  # [B, T]
