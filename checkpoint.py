@@ -147,6 +147,7 @@ class Saver(contextlib.AbstractContextManager):
         if flags.get("keep_best"):
             check_links(out, self.group)
         if earlier := directories.checkpoints(out):
+            self.newest = earlier[-1]  # which the run continues
             note_checkpoint(earlier[-1].name)
 
     def __exit__(self, *_) -> None:

@@ -95,7 +95,11 @@ def train(task: Task, runner: nn.Module) -> bool:
     steps = setup.steps_of(run, job, work, saved)
     task.begin(steps)  # before a checkpoint is loaded
     setup.load(steps, run, job, optimizer)
-    if steps.done >= steps.last:
+    unevaluated = None  # the metrics of the last step done, if a kill has cut off its evaluation
+    if steps.done and is_due(steps.done, run.eval_every, steps.last):
+        find = partial(records.unevaluated, run.directory, steps.done)
+        unevaluated = world.broadcast_from_rank_zero(find)
+    if steps.done >= steps.last and not unevaluated:
         return True
     sources = job.train_set.sources
     print_rank_zero(records.describe_run(run, work, world, steps.last, sources, job.lr))
@@ -108,8 +112,11 @@ def train(task: Task, runner: nn.Module) -> bool:
     # The saver then waits for a save under way.
     with plumbing.endings.signals_collected(run.time_limit), saver, recorder:
         step, signal = steps.done, 0
+        if unevaluated:
+            signal = end_step(task, unevaluated, 0, recorder, saver, steps.last)
+        to_do = [] if signal else steps.to_do
         # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
-        for step, batch in zip(steps.to_do, task.batches(steps)):
+        for step, batch in zip(to_do, task.batches(steps)):
             lr = learning_rate(step, steps.last, job.lr, run)
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -156,11 +156,14 @@ class Recorder(contextlib.AbstractContextManager):
         out = self.run.directory
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
-        kept = [row for row in read_metrics(path) if row["step"] <= done]
-        for row in kept:
-            if type(row.get("tokens")) is int:
+        lines = []
+        for row in read_metrics(path):
+            if row["step"] <= done:
+                lines.append(f"{json.dumps(row)}\n")
+            if row["step"] <= done and type(row.get("tokens")) is int:
                 self.tokens = row["tokens"]
-        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
+        self.line_start = len("".join(lines[:-1]))
+        write_atomically(path, "".join(lines))
         self.file, self.step = open(path, "r+b", buffering=0), done
 
     def start_step(self) -> None:
@@ -209,6 +212,14 @@ def read_metrics(path: Path) -> list[dict]:
         what = f"left out {len(left_out)} lines that are damaged, the first is line {left_out[0]}"
         print_rank_zero(f"warning: {path}: {what}", file=sys.stderr)
     return rows
+
+
+def unevaluated(out: Path, step: int) -> dict | None:
+    """Return the metrics of a step if they are recorded, but no results of its evaluation."""
+    for row in read_metrics(out / "metrics.jsonl"):
+        if row["step"] == step and "val_loss" not in row:
+            return row
+    return None
 
 
 def best_loss(out: Path) -> float:

@@ -26,6 +26,7 @@ from costs.search import fits_unsharded
 from data import local_batch, read_ahead
 from model import Llama
 from parallel import World, weights_at_hand
+from plumbing.escaped import IN_LINES
 from plumbing.messages import print_rank_zero
 from runs.flags import Run
 from runs.records import described
@@ -117,9 +118,10 @@ class Task:
             print_rank_zero(f"step {step}: the evaluation is given up", file=sys.stderr)
             return {}, stopped.signal
         model.train()
+        shown = text.translate(IN_LINES)  # a prompt may have what a terminal would obey
         print_rank_zero(
             f"step {step}: validation loss {totals.mean_loss:.4f}, "
-            f"{', '.join(described(measures, 4))}\n{describe_exam(scores)}{text}"
+            f"{', '.join(described(measures, 4))}\n{describe_exam(scores)}{shown}"
         )
         results = {f"val_{name}": value for name, value in measures.items()}
         return {"val_loss": totals.mean_loss} | results | {"sample": text} | scores, 0

@@ -333,6 +333,18 @@ def test_a_missing_file_of_a_reward_is_named(given, tmp_path):
     refused(result, "none.py: there is no such file")
 
 
+def test_prompts_reach_a_terminal_without_what_it_would_obey(given, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(dict(prompt=f"{i}\x1b[2J\x07", truth="")) for i in range(9))
+    )
+    (tmp_path / "one.py").write_text("def reward(**given):\n    return 1\n")
+    more = dict(data=path, reward=tmp_path / "one.py", steps=1, warmup=1)
+    out = succeed(*command(given, tmp_path / "out", **more)).out
+    assert "\\x1b[2J\\x07" in out
+    assert "\x1b" not in out and "\x07" not in out
+
+
 def test_rank_0_rewards_all_answers(given, tmp_path):
     """So that a reward that is random, or reads a clock, does not give ranks other gradients."""
     body = "return int(os.environ['RANK'])"

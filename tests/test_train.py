@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import finish, launch, metrics, refused, slow, start, succeed
+from conftest import finish, launch, metrics, refused, slow, start, succeed, with_fault
 from plain import plain_adamw, plain_step
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -195,6 +195,31 @@ def test_a_run_on_any_mesh_is_the_same_run(documents, one_run, tmp_path, nproc, 
     assert len(one_samples) == 2
     assert samples_in(result) == one_samples
     resumes(out, 2, weights, *command, nproc=nproc)
+
+
+@pytest.mark.parametrize("step, nproc", [(2, 0), (4, 2)])
+def test_an_evaluation_that_a_kill_has_cut_off_is_made(corpus, tmp_path, step, nproc):
+    """By --resume, which writes what the undisturbed run has written, and keeps the same best."""
+    place = "        model, exam, world = self.job.model, self.job.exam, self.world\n"
+    kill = (
+        f"        if step == {step}:\n            import os\n            os.kill(os.getpid(), 9)\n"
+    )
+    within = with_fault(tmp_path / "copy", "task", place, place + kill)
+    options = dict(steps=4, save_every=1, eval_every=2, eval_windows=8, keep_best=True)
+    for name in ("killed", "whole"):
+        out = tmp_path / name
+        command = "train.py", *flags(corpus, out, **options)
+        if name == "killed":
+            assert launch(*within, *command, nproc=nproc).code
+            assert "val_loss" not in metrics(out)[-1]
+            command += ("--resume",)
+        succeed(*command, nproc=nproc)
+    killed, whole = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    assert [row["step"] for row in killed] == [1, 2, 3, 4]
+    for ours, theirs in zip(killed, whole, strict=True):
+        assert ours.get("val_loss") == theirs.get("val_loss")
+    bests = [(tmp_path / name / "best").readlink().name for name in ("killed", "whole")]
+    assert bests[0] == bests[1]
 
 
 def test_the_learning_rate_rises_stays_and_falls():
