@@ -49,7 +49,6 @@ from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, with_progress
 from plumbing.processes import meet
 from runs.flags import rate_flag
-from runs.reward_process import RewardFailed, RewardProcess
 from runs.scores import Stopped, batch_of, set_loss_of_each_target
 from runs.task import Task
 from techniques.decoding import check_length, generate
@@ -101,14 +100,16 @@ class Rewarding(Finetuning):
 
 
 @cache
-def reward_process(path: Path) -> RewardProcess:
-    """Return the process that rewards answers. Rank 0 has one."""
+def reward_process(path: Path):
+    """Return the process that rewards answers (runs/reward_process.py). Rank 0 has one."""
     if not path.is_file():
         raise UserError(f"--reward {path}: there is no such file")
-    try:
-        return RewardProcess(path)
-    except RewardFailed as failed:
-        raise UserError(f"--reward {path} has no function reward: it {failed}")
+    from runs.reward_process import RewardProcess  # here, since a single rank has one
+
+    process = RewardProcess(path)
+    if process.problem:
+        raise UserError(f"--reward {path} has no function reward: it {process.problem}")
+    return process
 
 
 # ---------------------------------------------------------------------------- prompts and answers
@@ -294,14 +295,13 @@ class Rewards(Task):
         rewards = []
         for (_, record), answer in zip(asked, with_progress(answers, "rewarding")):
             text = self.text_of(answer)
-            try:
-                rewards.append(process.reward(record, text))
-            except RewardFailed as failed:
+            rewards.append(process.reward(record, text))
+            if process.problem:
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
-                if "unexpected keyword argument" in str(failed):
+                if "unexpected keyword argument" in process.problem:
                     advice = ": write reward(prompt, answer, **fields), for a line's other fields"
-                return [], f"{self.run.reward}: {call} {failed}{advice}"
+                return [], f"{self.run.reward}: {call} {process.problem}{advice}"
         return rewards, ""
 
     def text_of(self, answer: list[int]) -> str:

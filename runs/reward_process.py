@@ -23,15 +23,13 @@ import threading
 from pathlib import Path
 
 
-class RewardFailed(Exception):
-    """A call gave no reward: the message says what it did instead."""
-
-
 class RewardProcess:
-    """The process in which a file with a function `reward` runs."""
+    """The process in which a file with a function `reward` runs.
+
+    problem: what the file or the last call did instead of giving a reward, or "" """
 
     def __init__(self, path: Path):
-        """Start the process. Raise RewardFailed if the file has no function `reward`."""
+        """Start the process, which runs the file."""
         read_by_it, requests = os.pipe()
         replies, written_by_it = os.pipe()
         command = [sys.executable, __file__, path, read_by_it, written_by_it]
@@ -45,10 +43,11 @@ class RewardProcess:
         os.close(written_by_it)
         self.requests = open(requests, "w", encoding="utf-8")
         self.replies = open(replies, encoding="utf-8")
+        self.problem = ""
         self._receive()
 
     def reward(self, record: dict, answer: str) -> float:
-        """Return the reward of an answer. Raise RewardFailed if there is none."""
+        """Return the reward of an answer, or NaN with a `problem`."""
         request = json.dumps(record | {"answer": answer})
         with contextlib.suppress(BrokenPipeError):  # it has ended, which _receive tells
             print(request, file=self.requests, flush=True)
@@ -59,11 +58,11 @@ class RewardProcess:
         if not line:
             code = self.process.wait()
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            raise RewardFailed(f"ended its process with {how}")
-        reply = json.loads(line)
-        if "failed" in reply:
-            raise RewardFailed(reply["failed"])
-        return reply["reward"]
+            reply = {"failed": f"ended its process with {how}"}
+        else:
+            reply = json.loads(line)
+        self.problem = reply.get("failed", "")
+        return reply.get("reward", math.nan)
 
 
 # --------------------------------------------------------------------------- in the other process

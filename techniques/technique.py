@@ -42,6 +42,7 @@ What is set on objects of others, by one file for another:
     module.all_tokens  more_layers.py: all-gathers features of a rank's tokens
     layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
     layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
+    parameter.has_slope        optimizers.py: whether its gradient is the slope of the loss
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates
     parameter.copies  pipeline.py: in how many stages it is, for the norm of the gradient
     optimizer.gradient_scale  optimizers.py: what BFloat16AdamW multiplies gradients by in a step

@@ -10,6 +10,7 @@ import signal
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_formats import our_model, save_shards, saved, saved_hf
@@ -18,13 +19,15 @@ from test_published import QWEN, write
 import report
 from data import open_windows, tokenize, tokenizer_of_token_files
 from files import directories, export
-from files.adapters import gather_adapters, save_adapter
+from files.adapters import bits_of_base, gather_adapters, save_adapter
 from files.loading import load_pretrained
+from finetune_lora import base_of
 from lora import LoRA, add_adapters
 from model import LlamaConfig
 from plumbing import endings
 from plumbing.messages import UserError
 from plumbing.processes import ADVICE
+from rewards import read_prompts, reward_process
 from runs.records import best_loss
 from text import corpora
 from text.bpe import train_tokenizer
@@ -75,10 +78,40 @@ def read_text(name: str, home: Path) -> None:
     list(read_pieces(find_files([home / name])))
 
 
+def prompts_of(home: Path) -> None:
+    run = SimpleNamespace(chat=True, max_new_tokens=4, seq_len=64)
+    read_prompts(run, BYTES, Reading(), [str(home / "prompts.jsonl")])
+
+
+def call_reward(home: Path) -> None:
+    process = reward_process.__wrapped__(home / "reward.py")
+    process.reward({"prompt": "a"}, "b")
+    process.requests.close()
+    process.process.wait()
+    if process.problem:
+        raise UserError(process.problem)
+
+
+def read_template(home: Path) -> None:
+    tokenizer = load_tokenizer(str(home.parent / "listed"), str(home / "template.jinja"))
+    encode([dict(role="user", content="a"), dict(role="assistant", content="b")], tokenizer)
+
+
+def read_adapter_run(home: Path) -> None:
+    directories.read_config(home)
+    directories.find_adapter(home, home.parents[1] / "own")
+    bits_of_base(home)
+
+
+def read_resumed_run(home: Path) -> None:
+    base_of(SimpleNamespace(directory=home, init=home))
+
+
 def with_adapter(home: Path) -> None:
     load_pretrained(home.parent / "hf", adapter=home)
 
 
+RUN = "dpo/step-00000001/run.json"  # of preferences.py; that of rewards.py has other flags
 READERS = {  # file -> what reads its directory
     "own/config.json": load_pretrained,
     "own/SHA256SUMS": load_pretrained,
@@ -108,6 +141,12 @@ READERS = {  # file -> what reads its directory
     "texts/text.txt.gz": partial(read_text, "text.txt.gz"),
     "texts/chats.jsonl": read_chats,
     "texts/pairs.jsonl": read_pairs,
+    "texts/prompts.jsonl": prompts_of,
+    "texts/reward.py": call_reward,
+    "texts/template.jinja": read_template,
+    "dpo/config.json": read_resumed_run,
+    RUN: read_adapter_run,
+    "dpo/step-00000001/SHA256SUMS": read_adapter_run,
     "texts/exam.jsonl": lambda home: Exam(home / "exam.jsonl", BYTES, 64),
     "run/config.json": read_run,
     "run/metrics.jsonl": read_run,
@@ -131,6 +170,15 @@ def files(tmp_path_factory) -> Path:
     save_shards(home / "meta", CONFIG, [model.state_dict()])
     add_adapters(model, lora := LoRA(rank=2))
     save_adapter(home / "adapter", lora, CONFIG, gather_adapters(model), "hf")
+    step = home / "dpo/step-00000001"
+    step.mkdir(parents=True)
+    save_adapter(step, lora, CONFIG, gather_adapters(model), "own")
+    facts = dict(
+        init=str(home / step.name), base_digest=directories.digest_of_weights(home / "own")
+    )
+    metadata = dict(step=1, flags=dict(base_bits=16, beta=0.1, group=8), facts=facts)
+    directories.complete(step, CONFIG, metadata, tokenizer, {})
+    (home / "dpo/config.json").write_text(json.dumps(metadata))
     write(home / "yi", "yi")
     (home / "yi/special_tokens_map.json").write_text('{"eos_token": "</s>", "pad_token": null}')
     (home / "yi/added_tokens.json").write_text('{"<s>": 1, "</s>": 2}')
@@ -151,6 +199,13 @@ def files(tmp_path_factory) -> Path:
     pairs = [dict(prompt="a", chosen="b", rejected="c", system="d", history=[["e", "f"]])]
     pairs += [dict(chosen=chat, rejected=[*chat[:3], dict(role="assistant", content="e")])]
     (home / "texts/pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    prompts = [dict(prompt="a", truth=1), dict(prompt="b", truth={})]
+    (home / "texts/prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    reward = (
+        "import math\n\n\ndef reward(prompt, answer):\n    return math.sqrt(len(prompt + answer))\n"
+    )
+    (home / "texts/reward.py").write_text(reward)
+    (home / "texts/template.jinja").write_text(QWEN)
     exam = [dict(question="a", choices=["b", "c"], answer=1), dict(question="a", answer="b")]
     (home / "texts/exam.jsonl").write_text("\n".join(map(json.dumps, exam)))
     rows = ({"step": i, "tokens": 8 * i, "loss": 2.0, "val_loss": 3.0} for i in range(1, 9))
@@ -226,7 +281,8 @@ def test_damaged_files_are_read_or_refused(name, files, monkeypatch):
         try:
             path.write_bytes(content)
             with monkeypatch.context() as patch:
-                if name == "own/config.json" and as_json:  # by somebody who makes checksums, too
+                has_checksums = name in ("own/config.json", RUN)
+                if has_checksums and as_json:  # by somebody who makes checksums, too
                     patch.setattr(directories, "verify", lambda *_, **__: None)
                 said.append(refusal(READERS[name], path.parent))
         except Exception as error:

@@ -110,9 +110,9 @@ def chat_templates(directory: Path) -> dict[str, str]:
     found = {}
     jinja = directory / "chat_template.jinja"
     if jinja.is_file():
-        found["default"] = jinja.read_text("utf-8")
+        found["default"] = read_template(jinja)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text("utf-8")
+        found[path.stem] = read_template(path)
     if found:
         return found
     said = read_settings(directory).get("chat_template") or {}
@@ -125,6 +125,13 @@ def chat_templates(directory: Path) -> dict[str, str]:
     return templates
 
 
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error}")
+
+
 def chat_template(directory: Path, chosen: str | None = None) -> str:
     """Return the chat template of a directory: the one `chosen` by its name, or in a file, or the
     default one; an empty text if there is none. Raise UserError where one has to be chosen."""
@@ -133,7 +140,7 @@ def chat_template(directory: Path, chosen: str | None = None) -> str:
     if chosen in templates:
         return templates[chosen]
     if chosen and Path(chosen).is_file():
-        return Path(chosen).read_text("utf-8")
+        return read_template(Path(chosen))
     if chosen:
         raise UserError(
             f"--chat-template {chosen} is no file, and {directory} has no template of this name: "
