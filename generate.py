@@ -6,6 +6,7 @@
     python generate.py DIR --chat --system "Be brief."              a conversation with it
     python generate.py DIR --adapter out/tiny-lora --chat ...       with a LoRA adapter
     python generate.py DIR --base-bits 4 --chat ...                 a 70B on one GPU
+    python generate.py DIR --compile --chat ...                     for long answers
 
 DIR is a run, one of its checkpoints, or a model directory of Meta or Hugging Face.
 
@@ -76,6 +77,7 @@ class Generation(ModelToLoad):
                       type=nonnegative_int)
     top_p: float = flag(0.95, "total probability of the most likely tokens to sample from")
     seed: int = flag(0, "seed of the sampling", type=int)
+    compile: bool = flag(False, "compile the blocks: the first token comes later, others sooner")
     # fmt: on
 
     def check(self) -> None:
@@ -232,6 +234,8 @@ def main() -> None:
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
     directory, config = metadata["directory"], metadata["model"]
     model = load_model(directory, config, adapter, args.base_bits, process.device)
+    if args.compile:
+        compile_blocks(model)
 
     options = dict(
         max_new_tokens=args.max_new_tokens,
@@ -240,6 +244,7 @@ def main() -> None:
         top_p=args.top_p,
         seed=args.seed,
         stop=tokenizer.stop,
+        compiled=args.compile,
     )
     if has_conversation:
         converse(model, tokenizer, system, **options)

@@ -3,6 +3,7 @@
     python docs/gpu.py --part A --out gpu.json     what decides: rates, a step of 8B, its kernels
     python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft
     python docs/gpu.py --part C --out gpu.json     experts, 1B, 70B in 4 bits, some tests
+    python docs/gpu.py --part D --out gpu.json     generation, which has not been measured yet
     python docs/gpu.py --part A --dry-run          only lists the commands of a part
 
 A part takes less than nine minutes, and runs its most telling commands first. Each command runs in
@@ -36,9 +37,7 @@ from plumbing.joining import init_distributed  # noqa: E402
 from plumbing.messages import UserError  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import run  # noqa: E402
-from plumbing.shards import allocate  # noqa: E402
 from techniques.bfloat16_moments import BFloat16AdamW  # noqa: E402
-from techniques.decoding import stream  # noqa: E402
 from techniques.float8 import E4M3, float8_product, has_float8, product, rounded  # noqa: E402
 
 PART_SECONDS = 530
@@ -55,6 +54,8 @@ STEP_MIXTRAL = f"{STEP} mixtral-8x7b --n-layers 4 --moments bfloat16 --checkpoin
 COMPARE = 'bench.py compare "{}" --dtype bfloat16 --repeats 5 --model'
 LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
 QLORA_70B = "llama3.1-70b --batch 1 --seq-len 8192 --lora --base-bits 4 --repeats 2"
+WRITE = "bench.py generate --dtype bfloat16 --max-new-tokens 128 --repeats 2 --model"
+WRITE_8B = f"{WRITE.replace('generate', 'generate ours compiled')} llama3.1-8b --context 512"
 PARTS = {  # of each part: names, commands and expected results
     "A": [
         ("rates", "docs/gpu.py --measure rates", "beside each"),
@@ -75,11 +76,17 @@ PARTS = {  # of each part: names, commands and expected results
         ("the same, selective", f"{STEP_QWEN} selective --compile", "50,148 tokens/s, 71.5 GB"),
         ("experts of Mixtral", f"{STEP_MIXTRAL} none --compile", "35,483 tokens/s, 48.1 % MFU"),
         ("1B", f"{STEP_1B} --compile", "59,343 tokens/s, 54.1 % MFU, 36.2 GB"),
-        ("8B writes tokens", "docs/gpu.py --measure generation", "27.9 a second; 254 of 8 rows"),
         ("1B, eager", f"{STEP_1B} --no-compile", "46,799 tokens/s, 42.1 GB"),
         ("1B by transformers", f"{COMPARE.format('transformers')} llama3.2-1b {TOKENS}", "42,664"),
         ("70B in 4 bits", f"{COMPARE.format('one --checkpointing full')} {QLORA_70B}", "726"),
         ("tests", "-m pytest -q -m gpu tests/test_gpu_kernels.py tests/test_gpu.py", "none fails"),
+    ],
+    "D": [
+        ("8B, a row", f"{WRITE_8B} --batch 1", "27.9 tokens/s without a graph"),
+        ("8B, 8 rows", f"{WRITE_8B} --batch 8", "254 tokens/s without a graph"),
+        ("8B, 64 rows", f"{WRITE_8B} --batch 64", "unknown"),
+        ("8B in 4 bits", f"{WRITE_8B} --base-bits 4", "unknown"),
+        ("1B beside transformers", f"{WRITE} llama3.2-1b --context 512 8192", "unknown"),
     ],
 }
 
@@ -157,23 +164,7 @@ def measure_kernels() -> dict[str, float]:
     return seconds | {event.key: event.self_device_time_total / 1e6 for event in events[:20]}
 
 
-def measure_generation() -> dict[str, float]:
-    """Return how many tokens a second 8B writes to one, and to eight prompts of 512 tokens."""
-    n_tokens = 128 if ON_GPU else 4
-    model = instruments.build_on_meta(PRESETS["llama3.1-8b" if ON_GPU else "tiny"]).to(DTYPE)
-    allocate(model, DEVICE)
-    model.init_weights()
-    writes = partial(stream, model, max_new_tokens=n_tokens + 1, temperature=0)
-    rates = {}
-    for rows in (1, 8):
-        new_tokens = writes([[1] * 512] * rows)
-        next(new_tokens)  # reads the prompts
-        begin = time.monotonic()
-        rates[f"{rows} rows"] = rows * len(list(new_tokens)) / (time.monotonic() - begin)
-    return rates
-
-
-MEASURES = dict(rates=measure_rates, kernels=measure_kernels, generation=measure_generation)
+MEASURES = dict(rates=measure_rates, kernels=measure_kernels)
 
 # ------------------------------------------------------------------------------ running commands
 

@@ -56,6 +56,18 @@ def test_a_step_waits_once(name):
     check(found_in(*(QUICK if name in QUICK else SLOWER))[name])
 
 
+@pytest.mark.parametrize("name", ["writes", "writes float32", "writes in 4 bits"])
+def test_generation_waits_every_eight_tokens(name):
+    """For its looks alone. A step is recorded, since nothing in it waits."""
+    found = found_in("writes", "writes float32", "writes in 4 bits")[name]
+    assert "error" not in found, found
+    assert found["written"] == 17 and found["recorded"] == 1
+    assert len(found["waits"]) == 2 * 3  # of 8, 8 and 1 tokens: are logits finite, and which tokens
+    assert {wait.split(":")[0].split(" at ")[1] for wait in found["waits"]} == {"decoding.py"}
+    assert found["attention"] == ["efficient"]
+    assert ("torch.bfloat16" in found["dtypes"]) == (name != "writes float32")
+
+
 FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where
     ("chunked_loss", "chunk_loss.detach()", "chunk_loss.detach().item()", "float32",
      "passes", "_local_scalar_dense at chunked_loss.py"),

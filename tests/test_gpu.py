@@ -15,18 +15,21 @@ import torch
 import torch.distributed as dist
 from conftest import finish, like, metrics, start, step_of
 from test_documents import random_positions
+from test_formats import our_model
 
 import checkpoint
 import model as model_py
 from config import ParallelConfig
 from costs.page import holds
+from generate import compile_blocks
 from lora import LoRA
 from model import LlamaConfig, rope_angles
 from parallel import parallelize, with_mesh
 from perf.instruments import Training, build_on_meta, make_step, random_batch
 from plumbing.joining import init_distributed
 from plumbing.shards import assign_shard, to_local
-from techniques import recompute
+from techniques import cuda_graph, recompute
+from techniques.decoding import generate
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
@@ -284,6 +287,28 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 
 
 # ------------------------------------------------------------------------------- whole commands
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "mixtral"])
+def test_a_repeated_step_draws_the_tokens_of_the_cpu(family, compiled, monkeypatch):
+    """In float64. Rows end at different times, so that a step is recorded again. The experts'
+    products wait for the host here: their steps run kernel by kernel."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
+    config = dict(llama=SMALL, olmo3=like(SMALL, "olmo3", window=9), mixtral=MIXTURE)[family]
+    model = our_model(config, torch.float64, factor=3)
+    options = dict(max_new_tokens=40, temperature=3.0)
+    free = generate(model, prompts, **options)
+    stop = (free[1][20],)
+    expected = generate(model, prompts, stop=stop, **options)
+    recorded = []
+    record = cuda_graph.record
+    monkeypatch.setattr(cuda_graph, "record", lambda step: recorded.append(step) or record(step))
+    model.to(DEVICE)
+    if compiled:
+        compile_blocks(model)
+    assert generate(model, prompts, stop=stop, compiled=compiled, **options) == expected
+    assert bool(recorded) == (ON_GPU and family != "mixtral")
 
 
 @needs_gpu

@@ -46,9 +46,9 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_863, "bench": 107_660,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 28_829, "techniques": 25_721, "costs": 9_138, "perf": 12_309, "runs": 14_932,
+    "top": 28_854, "techniques": 25_721, "costs": 9_138, "perf": 12_309, "runs": 14_932,
     "files": 14_996, "models": 8_024, "text": 18_269, "plumbing": 9_271, "labs": 63_258,
-    "tests": 144_689, "docs": 10_057,
+    "tests": 145_339, "docs": 9_952,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -233,6 +233,8 @@ from model import LlamaConfig
 from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
+from plumbing.shards import allocate
+from techniques import cuda_graph, decoding
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
@@ -276,6 +278,13 @@ CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of tak
 }
 
 
+WRITERS = {  # arguments of write_tokens
+    "writes": {},
+    "writes float32": {"dtype": torch.float32},
+    "writes in 4 bits": {"bits": 4},
+}
+
+
 def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options) -> dict:
     """Take two training steps with these fields of ParallelConfig. Return the waits of the second's
     forward and backward, and of its update, the kernels of attention, and the dtypes."""
@@ -312,6 +321,31 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     }
 
 
+def write_tokens(dtype=LOW, bits=16, **sizes) -> dict:
+    """Continue three prompts by 18 tokens. Return the waits after the prompts have been read, how
+    often a step was recorded, the kernels of attention, and the dtypes."""
+    config = Qwen3Config(**vars(CONFIG) | sizes)
+    model = build_on_meta(config, LoRA(targets=()), base_bits=bits).to(dtype)
+    in_fake_mode(allocate)(model, DEVICE)
+    recorded = []
+    cuda_graph.record = lambda step: recorded.append(step) or step
+    prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
+    with FAKE, WAITS:
+        tokens = decoding.stream(model, prompts, 18, top_p=0.9, log_p=[])
+        next(tokens)
+        WAITS.take()
+        WAITS.dtypes.clear()
+        ATTENTION.clear()
+        written = len(list(tokens))
+    return {
+        "written": written,
+        "waits": WAITS.take(),
+        "recorded": len(recorded),
+        "attention": sorted(ATTENTION),
+        "dtypes": sorted(map(str, WAITS.dtypes)),
+    }
+
+
 def main() -> None:
     parallel_py.allocate = in_fake_mode(parallel_py.allocate)
     torch.compile = lambda function, **_: function  # AdamW's kernel and NF4's: eager here
@@ -319,7 +353,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         GPU["is old"] = name.startswith("old")
         try:
-            results[name] = take_step(**CASES[name])
+            writes = name in WRITERS
+            results[name] = write_tokens(**WRITERS[name]) if writes else take_step(**CASES[name])
         except Exception as error:
             traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
