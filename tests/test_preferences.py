@@ -294,6 +294,18 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
+@pytest.mark.parametrize("mesh", [{}, slow(dict(dp="fsdp")), slow(dict(tp=2))])
+def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
+    """Steps of sampling are compiled, too. Evaluations are of other numbers of answers."""
+    succeed(*command(given, tmp_path / "eager"))
+    compiled = command(given, tmp_path / "compiled", compile=True, **mesh)
+    succeed(*compiled, nproc=2 if mesh else 0)
+    same_run(tmp_path / "compiled", tmp_path / "eager", step=4)
+    for ours, theirs in zip(metrics(tmp_path / "compiled"), metrics(tmp_path / "eager")):
+        assert ours["reward"] == pytest.approx(theirs["reward"], rel=1e-12)
+        assert ours["log_ratio"] < 1e-12
+
+
 WRONG = {  # flags, or a file in place of one that a flag names; and what is said
     "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
     "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan"),
@@ -363,7 +375,7 @@ ENDINGS = {  # of a process by a reward, and what is said
 }
 
 
-@pytest.mark.parametrize("end, nproc, eval_every", zip(ENDINGS, (0, 2, 2, 0), (0, 0, 2, 2)))
+@pytest.mark.parametrize("end, nproc, eval_every", [*zip(ENDINGS, (0, 2, 2, 0), (0, 0, 2, 2))])
 def test_a_reward_that_ends_its_process_ends_no_other(given, tmp_path, end, nproc, eval_every):
     """The run names the file, the prompt and the answer, and saves what it has trained."""
     calls = 17  # the first after two steps
