@@ -63,8 +63,10 @@ class KVCache:
             layer.v = layer.v[rows]
 
     def make_room(self, size: int) -> None:
-        """Have slots for `size` tokens at least."""
-        self.size = max(size, self.size)
+        """Have slots for `size` tokens at least, and for twice as many as before if these do not
+        suffice: so a conversation seldom gets other shapes."""
+        if size > self.size:
+            self.size = max(size, 2 * self.size)
 
     def go_back(self, seen: int) -> None:
         """Forget all but the first `seen` tokens."""

@@ -388,6 +388,7 @@ def test_a_conversation_is_read_once():
         prompt = prompt + answer + [20, 21, 22, 23]
         prompt[len(prompt) - changed :] = [30] * changed
     assert memory.tokens == prompt[:-4]
+    assert memory.cache.size == 100  # 12, 25 and 50 before: 12, 25, 38 and 51 tokens
 
 
 @pytest.mark.parametrize("stopped", range(1, 5))
