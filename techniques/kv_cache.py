@@ -39,20 +39,23 @@ class KVCache:
     def add_positions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Take slots for new tokens at positions [B, T] of their documents. Return their mask
         [B, 1, T, slots]: 0 where they attend, else -infinity. Kernels would convert booleans, in
-        every layer. Raise ValueError if there are no slots left."""
-        T = positions.shape[1]
-        if self.seen + T > self.size:
-            raise ValueError(f"{self.seen} + {T} tokens are more than a cache of {self.size} holds")
-        if self.next_slot is None:
-            self.next_slot = torch.tensor([self.seen], device=positions.device)
-        self.seen += T
-        # A prompt attends to the slots in use. A single token is given all: its shapes stay.
-        self.visible = self.size if T == 1 else self.seen
-        self.slots = self.next_slot + torch.arange(T, device=positions.device)  # [T]
-        self.next_slot += T
+        every layer."""
+        self.take_slots(positions.shape[1], positions.device)
         visible = document_mask(positions, self.slots, self.visible)
         mask = torch.zeros_like(visible, dtype=dtype)
         return mask.masked_fill_(~visible, -torch.inf)
+
+    def take_slots(self, T: int, device: torch.device) -> None:
+        """Take the next T slots for new tokens. Raise ValueError if there are not so many."""
+        if self.seen + T > self.size:
+            raise ValueError(f"{self.seen} + {T} tokens are more than a cache of {self.size} holds")
+        if self.next_slot is None:
+            self.next_slot = torch.tensor([self.seen], device=device)
+        self.seen += T
+        # A prompt attends to the slots in use. A single token is given all: its shapes stay.
+        self.visible = self.size if T == 1 else self.seen
+        self.slots = self.next_slot + torch.arange(T, device=device)  # [T]
+        self.next_slot += T
 
     def take(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may be taken several times."""
