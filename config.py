@@ -54,8 +54,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 
 
 def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
-    """Return a field of ParallelConfig that is its own flag (plumbing/flags.py). `default` is for
-    configurations built in code; with unset=None, the run chooses if the flag is missing."""
+    """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
+    of configurations built in code, `unset` that of a command line: None lets the run choose."""
     may_change = kind != ARITHMETIC
     plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})
@@ -265,7 +265,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
     options = []
     for name in FLAGS:
         value = getattr(parallel, name)
-        differs = value != getattr(before or ParallelConfig, name)
+        differs = value != getattr(before or ParallelConfig(), name)
         is_shown = name in names and not before
         if name == "shard":
             differs = has_shard and (differs or not before)
@@ -296,7 +296,7 @@ class Work:
     batch: int  # sequences of a step, over all ranks
     microbatch: int  # sequences that a rank computes at a time
     seq_len: int  # tokens of a whole sequence
-    document: int = 0  # tokens of a document, to which attention is confined; 0: the sequence
+    document: int = 0  # most tokens of a document in packed rows; 0: rows are whole sequences
     on_gpu: bool = False
     references: int = 0  # forwards of a base in a step, without gradients (preferences.py)
 
@@ -343,7 +343,7 @@ class Totals:
     """Results of a step or of an evaluation, over all ranks."""
 
     loss: float  # the sum of the losses of all target tokens, in nats; or what else a task adds up
-    count: int  # by what that is divided: the target tokens, or the pairs or answers of a task
+    count: int  # the divisor of the loss: the target tokens, or the pairs or answers of a task
     text_bytes: int  # bytes of text that the target tokens stand for
     grad_norm: float = 0.0
     signal: int = 0  # the largest number of a signal that a rank received; 0: the run goes on

@@ -129,7 +129,7 @@ def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) 
         key.update(repr(file_key).encode())
     directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
     if not directory.exists():
-        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # of these files
+        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # a list of its own
     return sorted(directory.glob("*.bin"))
 
 

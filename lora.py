@@ -69,7 +69,7 @@ def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
         flat = x.flatten(0, -2).to(weight.dtype)  # [n, in]
         y = flat @ weight.T
     else:
-        (cast,) = cast_by_autocast(x)
+        (cast,) = cast_by_autocast(x)  # the weight is bytes, whose dtype says nothing
         flat = cast.flatten(0, -2)
         y = product_in_4_bits(flat, weight, row_scale)
     if A is not None and scale:
@@ -170,9 +170,10 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
+        norms = placements[-1]  # as for magnitudes
         bias = getattr(self.bias, "placements", None)
-        # Those of norms, which are as for magnitudes, of dropout, bias and scale.
-        placements += [placements[-1], None, bias, None]
+        dropout = scale = None
+        placements += [norms, dropout, bias, scale]
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -240,7 +241,7 @@ def all_matrices(config: LlamaConfig) -> tuple[str, ...]:
 
 
 def targets_in(model: Llama, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return those of the matrices that can have an adapter which are `asked` for, by default all.
+    """Return the matrices that get an adapter: the `asked` ones, by default all that can have one.
     Raise UserError for a name that no such matrix of the model has."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     possible = [name for name in family_of(model.config).targets(model.config) if name in names]

@@ -48,7 +48,8 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-    # No fields, but what costs and refusals ask about a block; files of models/ answer otherwise.
+    # No fields, as they have no types. Nothing here uses them: costs and refusals ask, and files of
+    # models/ answer otherwise.
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
     normed_dim = 0  # features that a block normalizes, but for its two norms of x
@@ -141,8 +142,8 @@ def document_mask(positions: Tensor, slots: Tensor, S: int) -> Tensor:
     of its own document.
 
     Its position is counted from the start of its document. positions [B, T] of the tokens with
-    queries, slots [T]: their places among S tokens -> bool [B, 1, T, S], True where attention is
-    allowed."""
+    queries, slots [T]: the column of each among the S keys -> bool [B, 1, T, S], True where
+    attention is allowed."""
     first = slots - positions  # [B, T]: the slot where its document starts
     keys = torch.arange(S, device=positions.device)
     visible = (first[..., None] <= keys) & (keys <= slots[:, None])  # [B, T, S]
@@ -157,7 +158,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
-    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one query: those of a group share keys
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: a group's heads stand for T
         queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
@@ -166,7 +167,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Kernels are fastest without a mask: they skip later tokens and never store T x T scores.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    # cuDNN would plan its kernel again for each T and S, and prompts have many.
+    # Flash takes no mask, and cuDNN would plan its kernel again for each T and S of many prompts.
     without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with without_cudnn if mask is not None and q.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
@@ -199,7 +200,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
     saved_products = ("wk", "wo")  # layers whose output selective checkpointing keeps
-    attend = staticmethod(attend)  # a subclass may have a method of its own
+    attend = staticmethod(attend)  # so that a subclass can replace it
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -268,6 +269,8 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
+    """Generation calls it. Training gives its weight to the loss; logits_of is in both."""
+
     def forward(self, x):
         return logits_of(x, self.weight)  # [B, T, D] -> [B, T, V]
 
@@ -320,15 +323,15 @@ class Llama(nn.Module):
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.embed(tokens)
         dtype, E = self.compute_dtype, self.config.head_dim
-        places = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
+        slots = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
         if positions is None:
-            positions, mask = places[None], None
+            positions, mask = slots[None], None
         elif cache:
             mask = cache.add_positions(positions, dtype or x.dtype)
         elif documents and documents.have_kernel(dtype or x.dtype, E):
-            mask = documents
+            mask = documents  # in place of a mask, so that blocks need no other argument
         else:
-            mask = document_mask(positions, places, len(places))
+            mask = document_mask(positions, slots, len(slots))
         cos, sin = self.angles(positions)
 
         with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
@@ -356,7 +359,8 @@ class Llama(nn.Module):
         Norms start at 1, biases at 0, matrices at normal(0, 0.02), and parameters of another layer
         at its `initial_value`. Matrices that write to the residual stream are divided by sqrt(2 L),
         so that the sum of their 2 L outputs starts as large as one undivided output (Radford et al.
-        2019). A value depends on seed, name and shape, and not on the split; a GPU draws others."""
+        2019). A value depends on seed, name and shape, and not on the split. A GPU draws other
+        values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
             if attribute.startswith("lora_") or not parameter.is_floating_point():

@@ -108,7 +108,9 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # old
+        all_gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # its name in older torch
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 

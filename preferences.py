@@ -65,7 +65,8 @@ def ipo_loss(margin: Tensor, beta: float) -> Tensor:
     return (margin / beta - 1 / (2 * beta)) ** 2
 
 
-# The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's.
+# The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's. A
+# reward is beta times a log ratio, of which IPO is defined without beta.
 LOSSES = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
 MEASURED = ("accuracy", "margin", "chosen", "rejected")  # chosen and rejected are mean rewards
 
@@ -141,8 +142,8 @@ class Preferences(Task):
             "chosen": chosen,
             "rejected": rejected,
         }
-        stacked = torch.stack([*values.values()])  # [6, B, pairs]
-        sums = dict(zip(values, torch.where(are_pairs(batch), stacked, 0).sum((1, 2))))
+        is_pair = are_pairs(batch)  # [B, pairs]
+        sums = {name: torch.where(is_pair, value, 0).sum() for name, value in values.items()}
         for name, value in sums.items():
             self.sums[name] += value.detach()
         return sums["loss"]

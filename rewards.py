@@ -26,7 +26,6 @@ its number, so a step is the same on any number of ranks. docs/preferences.md sa
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import contextlib
 import math
 import statistics
 import time
@@ -60,8 +59,8 @@ from text.packing import Rows
 from text.targets import SHOWN, encode_prompt
 from text.tokenizer import Tokenizer
 
-# By how much log p may differ between sampling and training, but for a tenth of a step's tokens:
-# with experts, rounding may send a token to another one. In bfloat16 it may by any amount.
+# How far log p of sampling and of training may differ. A tenth of a step's tokens may differ more:
+# with experts, rounding may send a token to another one. In bfloat16 all may.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.inf}
 
 
@@ -207,14 +206,17 @@ class Rewards(Task):
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
-        self.compared = self.far = 0  # tokens of `loss`, and those further than TOLERANCE
+        self.compared = self.far = 0  # tokens that `loss` has seen, and those beyond TOLERANCE
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
             if self.problem:
                 return
-            with contextlib.suppress(Stopped):
-                yield self.batch_of_answers(steps.order.sequences(step))
+            try:
+                batch = self.batch_of_answers(steps.order.sequences(step))
+            except Stopped:  # `problem` says why
+                return
+            yield batch
 
     def batch_of_answers(self, numbers: Sequence[int]) -> Batch:
         """Return this rank's share of a step's answers, with their advantages. `numbers` are those
@@ -224,6 +226,7 @@ class Rewards(Task):
         prompts = self.job.train_set.samples
         stop = self.job.tokenizer.stop
         started = time.perf_counter()
+        # Answers are counted as sequences are; those of a group follow each other.
         asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
         answers, log_p, rewards = self.answer(asked, numbers)
         groups = rewards.view(-1, run.group)
@@ -235,7 +238,7 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
             "sampling_seconds": time.perf_counter() - started,
-            "log_ratio": 0.0,  # the largest so far, of `loss`
+            "log_ratio": 0.0,  # the largest that `loss` has seen in this step
         }
         lengths = [len(ids) + len(answer) for (ids, _), answer in zip(asked, answers)]
         self.tokens_of_step = sum(lengths) - len(lengths)  # the last is a target only

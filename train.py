@@ -75,8 +75,8 @@ def split(
     run: Run, parallel: ParallelConfig, job: setup.Job, process: Process
 ) -> tuple[World, nn.Module, Work]:
     """Choose how to split a step, and give each rank its part of the model. Return the World, what
-    a training step calls, and the step's work. `accumulate`, below, is first tried on a small
-    model, as model.py may have been changed."""
+    a training step calls, and the step's work. Before that a small model takes a step by
+    `accumulate` (runs/equal.py): a changed model.py may not split."""
     world, work = setup.choose_split(run, parallel, job, process)
     setup.check_and_describe(job, work, world, accumulate)
     runner = parallelize(job.model, world, job.initialize)
@@ -93,7 +93,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
     steps = setup.steps_of(run, job, work, saved)
-    task.begin(steps)  # before a checkpoint is loaded
+    task.begin(steps)  # the model still is the base that preferences.py compares with
     setup.load(steps, run, job, optimizer)
     unevaluated = None  # the metrics of the last step done, if a kill has cut off its evaluation
     if steps.done and is_due(steps.done, run.eval_every, steps.last):
@@ -106,13 +106,14 @@ def train(task: Task, runner: nn.Module) -> bool:
     facts = setup.facts_of(job, work, steps)
     saver = Saver(run.directory, job.model, optimizer, job.tokenizer, values_of(run), facts)
     if run.init and run.eval_every and not steps.done:
-        task.evaluate_and_show(0)
+        task.evaluate_and_show(0)  # only shown: the model before its first step
     recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
-    # A signal ends the run after the step whose `update` exchanges it, or cuts an evaluation short.
-    # The saver then waits for a save under way.
+    # Ranks tell each other of signals in `update`: the run ends after that step, and an evaluation at
+    # once. The saver then waits for a save under way.
     with plumbing.endings.signals_collected(run.time_limit), saver, recorder:
         step, signal = steps.done, 0
         if unevaluated:
+            # It saves nothing new: the step has been saved.
             signal = end_step(task, unevaluated, 0, recorder, saver, steps.last)
         to_do = [] if signal else steps.to_do
         # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
@@ -125,7 +126,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             loss = accumulate(runner, batch, work.microbatch, world, task.loss)
             count, text_bytes = task.count(batch), batch.text_bytes
             totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
-            tokens, measures = task.tokens(steps, step), task.finish_measures(totals)
+            tokens = task.tokens(steps, step)
+            measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, tokens, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal or task.problem:

@@ -111,7 +111,7 @@ class Task:
             gathered = contextlib.nullcontext()
             if self.whole_model_fits:
                 gathered = weights_at_hand(model, world.parallel)
-            with gathered, torch.compiler.set_stance("force_eager"):  # for few tokens
+            with gathered, torch.compiler.set_stance("force_eager"):  # few tokens
                 text = self.text_to_show(step)
                 scores = take_exam(model, exam, self.work.microbatch, world)[0] if exam else {}
         except Stopped as stopped:

@@ -63,7 +63,7 @@ def cross_entropies(
 ) -> Tensor:
     """Return -log p of each target, 0 for IGNORE, in float32 or float64: [B, T].
 
-    A task whose loss is no sum over targets makes it of these. So the gradients of a chunk
+    A task whose loss is another function of log p makes it of these. So the gradients of a chunk
     are unknown before backward, which computes the logits of each chunk again."""
 
     def losses_of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:

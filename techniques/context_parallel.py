@@ -178,8 +178,8 @@ class SharedBatch(Batch):
     def mask_until(self, end: int, queries: int) -> Tensor:
         """Return a mask for a chunk: 0 where its queries may attend, else -infinity. A boolean mask
         would be converted in every block, and every block would save its copy."""
-        places = torch.arange(end - queries, end, device=self.all_positions.device)
-        visible = document_mask(self.all_positions[:, places], places, end)  # [B, 1, queries, end]
+        slots = torch.arange(end - queries, end, device=self.all_positions.device)
+        visible = document_mask(self.all_positions[:, slots], slots, end)  # [B, 1, queries, end]
         mask = torch.zeros_like(visible, dtype=self.dtype)
         return mask.masked_fill_(~visible, -torch.inf)
 

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Repeated:
-    """A step that a GPU repeats from its third call on: in the first it may be compiled, and in the
-    second it is watched. With other processes, or where the host waits, every call runs it as it
-    is."""
+    """A step that a GPU repeats from its third call on: in the first it may be compiled, and the
+    second is watched for waits of the host. With other processes, or where the host waits, every
+    call runs it as it is."""
 
     def __init__(self, step: Callable[[], None], device: torch.device):
         self.step = step
@@ -79,6 +79,6 @@ class Waits(TorchDispatchMode):
 def record(step: Callable[[], None]) -> Callable[[], None]:
     """Record a step, without running it. Return a function that runs it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may save meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may save
         step()
     return graph.replay

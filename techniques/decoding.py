@@ -52,8 +52,8 @@ def draw(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
-LOOK_AFTER = {"cpu": 1}  # tokens: the host looks at those of another device 8 at a time
-ROOM = 128  # slots: a cache has a multiple of them on a GPU, and where each size is compiled
+LOOK_AFTER = {"cpu": 1}  # tokens that are drawn before the host looks at them; elsewhere 8
+ROOM = 128  # a cache has a multiple of so many slots, where another size is compiled or recorded
 
 
 @torch.no_grad()

@@ -177,7 +177,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)  # [N, D]
         experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
         order = experts.flatten().argsort(stable=True)  # [N K]
-        # From K copies of each token: so sums over K have an order, which index_add has not.
+        # K copies of each token: their outputs are summed in a fixed order, unlike by index_add.
         rows = tokens.repeat_interleave(experts.shape[1], 0)[order]  # [N K, D]
         out = self.experts(rows, counts)[order.argsort()]  # [N K, D] in the order of tokens
         out = out.unflatten(0, experts.shape)  # [N, K, D]

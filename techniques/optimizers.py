@@ -161,7 +161,7 @@ def scale_gradients(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not has_slope(parameter):
-                to_local(parameter.grad).div_(clipping)
+                to_local(parameter.grad).div_(clipping)  # by which it is multiplied below
     scale = (scale * clipping).to(gradients[0])
     if isinstance(optimizer, BFloat16AdamW):
         optimizer.gradient_scale = scale

@@ -1,4 +1,4 @@
-"""The record in which a technique's file answers all other files, so that few of them name it.
+"""A technique's answers to what other files ask, so that these need not know it by its name.
 
 A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. The other files
 of this folder divide a training over ranks: ZeRO-1, and tensor, context, expert and pipeline
