@@ -108,8 +108,8 @@ def train(task: Task, runner: nn.Module) -> bool:
     if run.init and run.eval_every and not steps.done:
         task.evaluate_and_show(0)  # only shown: the model before its first step
     recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
-    # Ranks tell each other of signals in `update`: the run ends after that step, and an evaluation at
-    # once. The saver then waits for a save under way.
+    # Ranks tell each other of signals in `update`: the run ends after that step, an evaluation ends
+    # at once. The saver then waits for a save under way.
     with plumbing.endings.signals_collected(run.time_limit), saver, recorder:
         step, signal = steps.done, 0
         if unevaluated:
