@@ -323,15 +323,15 @@ class Llama(nn.Module):
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.embed(tokens)
         dtype, E = self.compute_dtype, self.config.head_dim
-        slots = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
+        T = tokens.shape[1]
         if positions is None:
-            positions, mask = slots[None], None
+            positions, mask = torch.arange(T, device=tokens.device)[None], None
         elif cache:
             mask = cache.add_positions(positions, dtype or x.dtype)
         elif documents and documents.have_kernel(dtype or x.dtype, E):
             mask = documents  # in place of a mask, so that blocks need no other argument
         else:
-            mask = document_mask(positions, slots, len(slots))
+            mask = document_mask(positions, torch.arange(T, device=tokens.device), T)
         cos, sin = self.angles(positions)
 
         with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():

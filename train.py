@@ -174,24 +174,24 @@ def accumulate(
     batch: Batch,
     microbatch: int,
     world: World,
-    loss_of: Callable | None = None,
+    task_loss: Callable | None = None,
 ) -> Tensor:
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
-    does all the communication of forward and backward. `loss_of` is a task's `loss`: it makes the
+    does all the communication of forward and backward. `task_loss` is a task's `loss`: it makes the
     loss of a microbatch of what the model has computed. None stands for the model's own loss.
     Returns the sum of the losses, a scalar that is still on the device. In a pipeline all stages
     but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
-        return runner.accumulate(microbatches, loss_of)
+        return runner.accumulate(microbatches, task_loss)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
-            microbatch_loss = loss_of(computed, part) if loss_of else computed
+            microbatch_loss = task_loss(computed, part) if task_loss else computed
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss

@@ -95,16 +95,16 @@ def stream(
         size = math.ceil(size / ROOM) * ROOM
     cache = cache or KVCache()
     cache.make_room(size)
-    rows = Rows(model, cache, choose, uniform, log_p is not None)
-    rows.read(prompts)
-    step = rows.repeated_step()
+    batch = Continuation(model, cache, choose, uniform, log_p is not None)
+    batch.read(prompts)
+    step = batch.repeated_step()
     drawn = 1  # tokens of each row, the first of them by `read`
     seen = 0  # of these by the host
     is_running = [True] * len(prompts)
     while True:
-        for tokens in rows.look(seen, drawn):
+        for tokens in batch.look(seen, drawn):
             if log_p is not None:
-                log_p.append(rows.log_p[seen])
+                log_p.append(batch.log_p[seen])
             seen += 1
             yield [token if runs else None for token, runs in zip(tokens, is_running)]
             is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
@@ -113,15 +113,15 @@ def stream(
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
         if to_draw == 0:
             return
-        if sum(is_running) <= 0.75 * len(rows.rows) and not compiled:
-            rows.keep(is_running)
-            step = rows.repeated_step()
+        if sum(is_running) <= 0.75 * len(batch.left) and not compiled:
+            batch.keep(is_running)
+            step = batch.repeated_step()
         for _ in range(to_draw):
             step()
         drawn += to_draw
 
 
-class Rows:
+class Continuation:
     """The rows of a batch that are continued.
 
     What changes from one token to the next lies on the device, and is written in place. So a GPU
@@ -134,7 +134,7 @@ class Rows:
         self.cache = cache
         self.choose = choose  # a token for each row, given logits [rows, V] and numbers [rows]
         self.uniform = uniform  # [steps, B]
-        self.rows = torch.arange(uniform.shape[1], device=device)  # those that are left
+        self.left = torch.arange(uniform.shape[1], device=device)  # rows of the batch
         self.count = torch.zeros(1, dtype=torch.int64, device=device)  # of steps taken
         self.tokens = torch.zeros_like(uniform, dtype=torch.int64)  # [steps, B], drawn
         self.log_p = torch.zeros_like(uniform) if with_log_p else None  # [steps, B]
@@ -143,7 +143,7 @@ class Rows:
     def read(self, prompts: list[list[int]]) -> None:
         """Read prompts, each distinct one once, and draw the first token of every row."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        tokens, positions = left_padded(distinct, self.rows.device)
+        tokens, positions = left_padded(distinct, self.left.device)
         unread = slice(self.cache.seen, None)  # in a conversation the cache has a beginning
         pieces = tokens[:, unread].split(AT_A_TIME, 1)
         places = positions[:, unread].split(AT_A_TIME, 1)
@@ -151,7 +151,7 @@ class Rows:
             for piece, at in zip(pieces, places):
                 logits = self.model(piece, positions=at, cache=self.cache)
         prompt_of = [distinct.index(tuple(prompt)) for prompt in prompts]
-        prompt_of = torch.tensor(prompt_of, device=self.rows.device)
+        prompt_of = torch.tensor(prompt_of, device=self.left.device)
         if len(distinct) < len(prompts):
             self.cache.take(prompt_of)
         self.positions = positions[prompt_of, -1:]  # [rows, 1]
@@ -165,7 +165,7 @@ class Rows:
 
     def repeated_step(self) -> Callable[[], None]:
         """Return `step` or, on a GPU, what repeats it for the rows that are left now."""
-        device = self.rows.device
+        device = self.left.device
         if device.type != "cuda":
             return self.step
         from techniques.cuda_graph import Repeated  # here: no other device has graphs
@@ -175,7 +175,7 @@ class Rows:
     def draw(self, logits: Tensor) -> None:
         """Draw a token of each row that is left, from logits [rows, 1, V]."""
         logits = logits[:, -1].to(self.uniform.device)
-        place = self.count, self.rows
+        place = self.count, self.left
         tokens = self.choose(logits, uniform=self.uniform[place])  # [rows]
         self.tokens[place] = tokens
         if self.log_p is not None:
@@ -196,10 +196,10 @@ class Rows:
 
     def keep(self, is_running: list[bool]) -> None:
         """Compute those rows alone that are still running."""
-        are_left = torch.tensor(is_running, device=self.rows.device)[self.rows]
+        are_left = torch.tensor(is_running, device=self.left.device)[self.left]
         places = are_left.nonzero().squeeze(1)
         self.cache.take(places)
-        self.rows = self.rows[places]
+        self.left = self.left[places]
         self.positions = self.positions[places]
         self.newest = self.newest[places]
 

@@ -218,11 +218,11 @@ class Pipeline(nn.Module):
                 ticks[end][rank] = action
         return [ticks[end] for end in sorted(ticks)]
 
-    def accumulate(self, microbatches: list, loss_of: Callable | None = None) -> Tensor:
+    def accumulate(self, microbatches: list, task_loss: Callable | None = None) -> Tensor:
         """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
-        ranks of a pipeline have the same microbatches. `loss_of` is as for train.accumulate.
+        ranks of a pipeline have the same microbatches. `task_loss` is as for train.accumulate.
         Returns the sum of the losses on the rank with the last stage, 0 on the others."""
-        self.microbatches, self.loss_of = microbatches, loss_of
+        self.microbatches, self.task_loss = microbatches, task_loss
         self.kept = {}  # (microbatch, stage) -> input and output of its forward, for backward
         self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
@@ -254,7 +254,7 @@ class Pipeline(nn.Module):
             y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
             root = to_local(y)  # of backward
             if stage == self.last_stage:
-                root = self.loss_of(y, microbatch) if self.loss_of else y
+                root = self.task_loss(y, microbatch) if self.task_loss else y
                 self.loss += root.detach()
             self.kept[i, stage] = x, root
             return root.detach()

@@ -192,8 +192,8 @@ def recordings(monkeypatch) -> list[Recording]:
             step()
         return made[-1].replay
 
-    repeated = lambda rows: Repeated(rows.step, rows.rows.device)  # noqa: E731
-    monkeypatch.setattr(decoding.Rows, "repeated_step", repeated)
+    repeated = lambda rows: Repeated(rows.step, rows.left.device)  # noqa: E731
+    monkeypatch.setattr(decoding.Continuation, "repeated_step", repeated)
     monkeypatch.setattr(cuda_graph, "record", record)
     return made
 
@@ -208,7 +208,7 @@ def test_a_repeated_step_draws_the_same_tokens(name, recordings, monkeypatch):
     model = build(CONFIGS[name])
     options = dict(max_new_tokens=24, temperature=20.0)
     with monkeypatch.context() as without:
-        without.setattr(decoding.Rows, "repeated_step", lambda rows: rows.step)
+        without.setattr(decoding.Continuation, "repeated_step", lambda rows: rows.step)
         free = generate(model, PROMPTS, **options)
         stop = (free[1][9],)
         expected = generate(model, PROMPTS, stop=stop, **options)
@@ -237,7 +237,7 @@ def test_what_is_not_written_in_place_is_not_repeated(old, new, recordings):
     expected = generate(model, PROMPTS, 24)
     changed = with_fault("decoding", old, new)
     assert changed["generate"](model, PROMPTS, 24) == expected
-    changed["Rows"].repeated_step = decoding.Rows.repeated_step
+    changed["Continuation"].repeated_step = decoding.Continuation.repeated_step
     assert changed["generate"](model, PROMPTS, 24) != expected
 
 
@@ -245,7 +245,7 @@ def test_what_is_not_written_in_place_is_not_repeated(old, new, recordings):
     ("kv_cache", "self.slots = self.next_slot +", "self.slots = self.next_slot // 2 * 2 +"),
     ("kv_cache", "_mask(positions, self.slots,", "_mask(positions, self.slots - 1,"),
     ("kv_cache", "layer.v = layer.v[rows]", "layer.v = layer.v[rows.flip(0)]"),
-    ("decoding", "self.rows = self.rows[places]", "self.rows = self.rows[: len(places)]"),
+    ("decoding", "self.left = self.left[places]", "self.left = self.left[: len(places)]"),
     ("decoding", "self.newest = self.newest[places]", "self.newest = self.newest[: len(places)]"),
     ("decoding", "self.positions = self.positions[places]",
      "self.positions = self.positions[: len(places)]"),
