@@ -59,8 +59,7 @@ from text.packing import Rows
 from text.targets import SHOWN, encode_prompt
 from text.tokenizer import Tokenizer
 
-# How far log p of sampling and of training may differ. A tenth of a step's tokens may differ more:
-# with experts, rounding may send a token to another one. In bfloat16 all may.
+# How far log p of a token may differ between sampling and training.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.inf}
 
 
@@ -207,6 +206,10 @@ class Rewards(Task):
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
         self.compared = self.far = 0  # tokens that `loss` has seen, and those beyond TOLERANCE
+        # Where a router sends tokens to different layers, rounding may send some elsewhere.
+        routes = any(hasattr(module, "shapes_vary") for module in self.work.model.modules())
+        rounds = self.world.parallel.dtype == torch.float32
+        self.may_be_far = 0.1 if routes and rounds else 0.0  # share of a step's tokens
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
@@ -336,7 +339,7 @@ class Rewards(Task):
             gaps, far, compared = self.world.all_gather_scalars(mine).unbind(1)  # [ranks] each
             self.compared = self.far = 0
             gap = gaps.max().item()
-            if far.sum() > compared.sum() / 10:
+            if far.sum() > self.may_be_far * compared.sum():
                 problem = f"log p of a token differs by {gap:.2g} between sampling and training"
                 raise UserError(f"{problem}: model.py computes something else with a cache")
             self.measured["log_ratio"] = gap

@@ -294,7 +294,15 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
-@pytest.mark.parametrize("mesh", [{}, slow(dict(dp="fsdp")), slow(dict(tp=2))])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        slow(dict(dp="fsdp")),
+        slow(dict(tp=2)),
+        slow(dict(pp=2, schedule="gpipe", microbatch=1)),
+    ],
+)
 def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
     """Steps of sampling are compiled, too. Evaluations are of other numbers of answers."""
     succeed(*command(given, tmp_path / "eager"))
@@ -451,24 +459,27 @@ def test_an_answer_that_does_not_end_is_none():
     assert values["begins"] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("far", [4, 5])
-def test_a_few_tokens_may_differ_between_sampling_and_training(far):
-    """As where rounding sends a token to another expert."""
+@pytest.mark.parametrize("far, share, is_refused", [
+    (4, 0.1, False), (5, 0.1, True), (0, 0.0, False), (1, 0.0, True),
+])  # fmt: skip
+def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_refused):
+    """Where rounding may send a token to another expert; elsewhere none."""
     task = Rewards.__new__(Rewards)
     task.world = alone(dtype=torch.float32)
     task.job = SimpleNamespace(model=torch.nn.Linear(1, 1))
     task.measured = {"log_ratio": 0.0}
     task.compared = task.far = 0
+    task.may_be_far = share
     sampled_log_p = torch.zeros(1, 45)
     sampled_log_p[0, :far] = 0.05
     values = dict(sampled_log_p=sampled_log_p, advantage=torch.ones(1, 45))
     tokens = torch.ones(1, 45, dtype=torch.int64)
     task.loss(torch.zeros(1, 45), Batch(tokens, tokens, None, 0, target_values=values))
-    if far == 5:
+    if is_refused:
         with pytest.raises(UserError, match=r"differs by 0\.05 between sampling and training"):
             task.finish_measures(None)
     else:
-        assert task.finish_measures(None)["log_ratio"] == pytest.approx(0.05)
+        assert task.finish_measures(None)["log_ratio"] == pytest.approx(0.05 if far else 0)
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
