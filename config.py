@@ -298,12 +298,13 @@ class Work:
     seq_len: int  # tokens of a whole sequence
     document: int = 0  # most tokens of a document in packed rows; 0: rows are whole sequences
     on_gpu: bool = False
-    references: int = 0  # forwards of a base in a step, without gradients (preferences.py)
+    references: int = 0  # forwards without gradients, as of a base (preferences.py)
+    updates: int = 1  # of the optimizer in a step, each by so many equal parts of the batch
 
     @property
     def sequences(self) -> int:
-        """Sequences that a rank works on in a step; ranks along cp share theirs."""
-        return self.batch // self.parallel.data_size
+        """Sequences that a rank works on in an update; ranks along cp share theirs."""
+        return self.batch // self.updates // self.parallel.data_size
 
     @property
     def microbatches(self) -> int:

@@ -45,8 +45,9 @@ from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError
 from plumbing.parser import positive_float
+from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.flags import rate_flag
-from runs.scores import evenly_spaced, set_loss_of_each_target, shared_batches
+from runs.scores import evenly_spaced, shared_batches
 from runs.task import Task
 from text.batch import Batch
 from text.order import Steps
@@ -121,11 +122,7 @@ class Preferences(Task):
             return replace(batch, target_values={"base_log_p": self.log_p(batch)})
 
     def log_p(self, batch: Batch) -> Tensor:
-        """Return log p of each target, [B, T]. In a pipeline only the last stage has it and needs
-        it; the others return 0."""
-        model, parts = self.job.model, batch.microbatches(self.work.microbatch)
-        losses = [model(*part.inputs, documents=part.documents) for part in parts]
-        return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
+        return log_p_of_targets(self.job.model, batch, self.work.microbatch)
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's pairs, and add what is measured of them to

@@ -10,25 +10,40 @@ weights answer --batch / --group prompts, each of them G = --group times, at tem
 losses of all tokens on all ranks are added up, and divided once by the number of answers:
 
     advantage = reward of the answer - mean reward of its group, the G answers to the same prompt
-    ratio     = p(token) / p by which the token was drawn
-    loss      = - ratio advantage
+    ratio     = p(token) / p(token) by the weights that drew it
+    loss      = - min(ratio advantage, clip(ratio) advantage)
 
-An answer is used in one step only. So a ratio is 1, but it has the gradient of log p(token). On
-average the gradient of the loss is that of the mean reward, times -(G - 1) / G. GRPO (Shao et al.
-2024, arXiv:2402.03300) clips the ratios of answers that are used in several steps. It also divides
-by the length of an answer, which makes long wrong answers cheap, and by the standard deviation of a
-group's rewards, which favors prompts whose answers are nearly all right or nearly all wrong. Liu
-et al. 2025 ("Dr. GRPO", arXiv:2503.20783) divide by neither, as we do here.
+In the first update after sampling a ratio is 1, but it has the gradient of log p(token). On average
+the gradient of the loss is that of the mean reward, times -(G - 1) / G. With --updates N a step's
+answers are split into N parts, and the optimizer takes a step on each. From the second on the
+weights are no longer those that drew the answers. So ratios are clipped, as in PPO (Schulman et al.
+2017, arXiv:1707.06347): a token that is likelier than before by more than --clip-ratio allows, in
+the direction that its advantage asks for, has no gradient. The upper bound is the wider one, so
+that rare tokens can grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
+
+GRPO (Shao et al. 2024, arXiv:2402.03300) also divides by the length of an answer, which makes long
+wrong answers cheap, and by the standard deviation of a group's rewards, which favors prompts whose
+answers are nearly all right or nearly all wrong. Liu et al. 2025 ("Dr. GRPO", arXiv:2503.20783)
+divide by neither, as we do here; --normalize std divides by the second.
+
+--kl K adds K times an estimate of KL(model, base) to the loss, where the base is this model with
+its adapters off: with r = p_base(token) / p(token), the mean of r - log r - 1 over drawn tokens
+(Schulman 2020, "k3"). It is multiplied by the ratio, or its gradient would be that of KL(base,
+model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.09477).
 
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
-once: a run checks that both agree. An answer depends only on the weights, its prompt, the seed and
-its number, so a step is the same on any number of ranks. docs/preferences.md says more.
+once: a run checks that both agree. In bfloat16 they do not, and a token has the weight p in
+training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance sampling").
+An answer depends only on the weights, its prompt, the seed and its number, so a step is the same on
+any number of ranks. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import math
 import statistics
+import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -41,14 +56,17 @@ from torch import Tensor
 
 from config import Totals
 from finetune_lora import Finetuning, Script, finetune
+from lora import adapters_off
 from model import IGNORE
 from parallel import used_techniques, weights_at_hand
 from plumbing import processes
 from plumbing.flags import flag, other_default
-from plumbing.messages import UserError, is_rank_zero, with_progress
+from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
+from plumbing.parser import nonnegative_float, positive_float
 from plumbing.processes import meet
+from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.flags import rate_flag
-from runs.scores import Stopped, batch_of, set_loss_of_each_target
+from runs.scores import Stopped, batch_of
 from runs.task import Task
 from techniques.decoding import check_length, generate
 from text.batch import Batch
@@ -59,8 +77,10 @@ from text.packing import Rows
 from text.targets import SHOWN, encode_prompt
 from text.tokenizer import Tokenizer
 
-# How far log p of a token may differ between sampling and training.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.inf}
+# How far rounding may take log p of a token in training from that in sampling. In bfloat16 it may
+# be further, which --max-ratio bounds: a run warns if more than SHARE of a step's tokens are there.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
+SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -71,8 +91,22 @@ class Rewarding(Finetuning):
     reward: Path = flag(None, "Python file with a function reward(prompt, answer, **fields)",
                         "rewards", Path, required=True, metavar="FILE")
     chat: bool = flag(False, "a prompt is a user's message", "rewards")
+    reward_workers: int = flag(1, "processes that call the function", "rewards", may_change=True)
+    skip_bad_rewards: bool = flag(False, "leave out groups with an answer whose reward is an "
+                                  "error or no number, and count them", "rewards")
     group: int = flag(8, "answers to each prompt, of the --batch", "rewards")
     max_new_tokens: int = flag(64, "tokens of an answer at most", "rewards")
+    updates: int = flag(1, "steps of the optimizer for the answers of a step, which are split "
+                        "into as many parts", "rewards")
+    clip_ratio: tuple[float, ...] = flag((0.2, 0.28), "how far below and above 1 the ratio of a "
+                                         "token has a gradient (default: 0.2 0.28)", "rewards",
+                                         positive_float, nargs=2, metavar="DISTANCE")
+    max_ratio: float = flag(2.0, "most that a token may weigh for differing between sampling and "
+                            "training", "rewards", positive_float)
+    kl: float | None = flag(None, "weight of KL(model, base) in the loss; 0 only measures it "
+                            "(default: neither)", "rewards", nonnegative_float)
+    normalize: str = flag("none", "what advantages are divided by: none, or std, the standard "
+                          "deviation of a group's rewards", "rewards", choices=["none", "std"])
     # fmt: on
     batch: int = other_default(Finetuning, "batch", 64)
     lr: float | None = rate_flag("rewards")
@@ -85,6 +119,10 @@ class Rewarding(Finetuning):
     def answers_messages(self) -> bool:
         return self.chat
 
+    @property
+    def references(self) -> int:
+        return (self.kl is not None) + (self.updates > 1)
+
     def check(self) -> None:
         super().check()
         if self.dropout:
@@ -92,22 +130,32 @@ class Rewarding(Finetuning):
             raise UserError(f"{problem}: leave it out")
         if self.train_on_prompt:
             raise UserError("--train-on-prompt changes nothing here: leave it out")
-        if self.group < 2 or self.batch % self.group:
+        if self.group < 2 or self.batch % (self.group * self.updates):
             problem = f"--batch {self.batch} must be a multiple of --group"
-            raise UserError(f"{problem}, which is 2 or more")
+            if self.updates > 1:
+                problem += f" x --updates {self.updates}"
+            raise UserError(f"{problem}; --group is 2 or more")
+        low, _ = self.clip_ratio
+        if low >= 1:
+            raise UserError("--clip-ratio: the first distance is below 1, as in 0.2 0.28")
+        if self.max_ratio < 1:
+            raise UserError("--max-ratio is 1 or more, as 2")
+        if self.kl is not None and self.all_weights:
+            problem = "--kl compares with the base, which --all-weights changes"
+            raise UserError(f"{problem}: leave one of them out")
 
 
 @cache
-def reward_process(path: Path):
-    """Return the process that rewards answers (runs/reward_process.py). Rank 0 has one."""
+def reward_processes(path: Path, n: int):
+    """Return the n processes that reward answers (runs/reward_process.py). Rank 0 has them."""
     if not path.is_file():
         raise UserError(f"--reward {path}: there is no such file")
-    from runs.reward_process import RewardProcess  # here, since a single rank has one
+    from runs.reward_process import RewardProcesses  # here, since a single rank has them
 
-    process = RewardProcess(path)
-    if process.problem:
-        raise UserError(f"--reward {path} has no function reward: it {process.problem}")
-    return process
+    processes = RewardProcesses(path, n)
+    if processes.problem:
+        raise UserError(f"--reward {path} has no function reward: it {processes.problem}")
+    return processes
 
 
 # ---------------------------------------------------------------------------- prompts and answers
@@ -123,7 +171,7 @@ def open_prompts(
     on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
     is on those of training."""
     if is_rank_zero():
-        reward_process(run.reward)
+        reward_processes(run.reward, run.reward_workers)
     read = partial(read_prompts, run, tokenizer, reading)
     train, val = read(run.data)
     if run.val_data:
@@ -147,8 +195,9 @@ def read_prompts(
         for number, where, record in read_records(file, EXPECTED, reading):
             with reading.one(where):
                 text = check_string(record.get("prompt"), f'{where}: "prompt" is')
-                if "answer" in record:
-                    raise UserError(f'{where}: the "answer" is the model\'s: rename the field')
+                for name in ("answer", "answers", "prompts") & record.keys():
+                    problem = f'{where}: "{name}" is what a reward is given of this model'
+                    raise UserError(f"{problem}: rename the field")
                 ids = tokenizer.encode(text, bos=True)
                 if run.chat:
                     ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
@@ -161,12 +210,20 @@ class Answers(Rows):
     """Rows of a prompt and its answer, whose tokens are the targets. A batch has three values of
     each target, 0 elsewhere: the `advantage` of its answer, `sampled_log_p`, its log p by the
     sampler, and `begins`, 1 for the first target of an answer, since with --cp each rank has a part
-    of an answer."""
+    of an answer. An answer that `are_counted` leaves out has no targets."""
 
-    def __init__(self, prompts, answers, log_p: Tensor, advantages: Tensor, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        prompts: list,
+        answers: list,
+        log_p: Tensor,
+        advantages: Tensor,
+        are_counted: Sequence[bool],
+        tokenizer: Tokenizer,
+    ):
         samples = []
-        for prompt, answer in zip(prompts, answers):
-            is_target = [False] * len(prompt) + [True] * len(answer)
+        for prompt, answer, is_counted in zip(prompts, answers, are_counted):
+            is_target = [False] * len(prompt) + [is_counted] * len(answer)
             samples.append((prompt + answer, is_target))
         super().__init__(samples, tokenizer)
         self.log_p = log_p.cpu()
@@ -181,12 +238,30 @@ class Answers(Rows):
             columns = is_target[row].nonzero().flatten()
             advantage[row, columns] = self.advantages[i]
             sampled_log_p[row, columns] = self.log_p[i, : len(columns)]
-            begins[row, columns[0]] = 1
+            begins[row, columns[:1]] = 1
         values = dict(advantage=advantage, sampled_log_p=sampled_log_p, begins=begins)
         return replace(batch, target_values=values)
 
 
 # --------------------------------------------------------------------------------------- the task
+
+
+def advantages_of(rewards: Tensor, normalize: str) -> tuple[Tensor, Tensor]:
+    """Return the advantage of each answer, given rewards [groups, G], and which groups have any:
+    their rewards differ, and none is NaN, which stands for a missing one."""
+    is_mixed = (rewards != rewards[:, :1]).any(1) & ~rewards.isnan().any(1)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if normalize == "std":
+        advantages = advantages / rewards.std(1, keepdim=True)
+    return torch.where(is_mixed[:, None], advantages, 0.0), is_mixed
+
+
+def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return ratio times advantage, or what bounds it, which has no gradient; and where it does."""
+    product = ratio * advantage
+    bound = ratio.clamp(1 - low, 1 + high) * advantage
+    is_bounded = bound < product
+    return torch.where(is_bounded, bound, product), is_bounded
 
 
 @dataclass
@@ -205,11 +280,15 @@ class Rewards(Task):
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
-        self.compared = self.far = 0  # tokens that `loss` has seen, and those beyond TOLERANCE
+        self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
+        self.largest = self.furthest = 0.0  # |log ratio| of a token since then: all, by rounding
+        dtype = self.world.parallel.dtype
+        self.tolerance = TOLERANCE.get(dtype, math.log(self.run.max_ratio))
         # Where a router sends tokens to different layers, rounding may send some elsewhere.
         routes = any(hasattr(module, "shapes_vary") for module in self.work.model.modules())
-        rounds = self.world.parallel.dtype == torch.float32
-        self.may_be_far = 0.1 if routes and rounds else 0.0  # share of a step's tokens
+        self.may_be_far = 0.1 if routes and dtype == torch.float32 else 0.0  # share of tokens
+        self.only_warns = dtype not in TOLERANCE
+        self.has_warned = False
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
@@ -228,34 +307,56 @@ class Rewards(Task):
         run = self.run
         prompts = self.job.train_set.samples
         stop = self.job.tokenizer.stop
-        started = time.perf_counter()
         # Answers are counted as sequences are; those of a group follow each other.
         asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
         answers, log_p, rewards = self.answer(asked, numbers)
-        groups = rewards.view(-1, run.group)
-        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-        is_mixed = (groups != groups[:, :1]).any(1)  # rewards of the group differ
-        self.measured = {
-            "reward": rewards.mean().item(),
+        rewards = rewards.view(-1, run.group)
+        advantages, is_mixed = advantages_of(rewards, run.normalize)
+        advantages = advantages.flatten()
+        have_rewards = ~rewards.isnan().any(1)  # [groups]
+        if not have_rewards.any():
+            self.problem = f"{run.reward}: no group of the step has all its rewards"
+            raise Stopped
+        self.measured |= {
             "mixed": is_mixed.double().mean().item(),
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
-            "sampling_seconds": time.perf_counter() - started,
-            "log_ratio": 0.0,  # the largest that `loss` has seen in this step
         }
+        if run.skip_bad_rewards:
+            self.measured["skipped"] = 1 - have_rewards.double().mean().item()
         lengths = [len(ids) + len(answer) for (ids, _), answer in zip(asked, answers)]
         self.tokens_of_step = sum(lengths) - len(lengths)  # the last is a target only
-        own_prompts = [ids for ids, _ in asked[self.own]]
         rows = Answers(
-            own_prompts, answers[self.own], log_p, advantages[self.own], self.job.tokenizer
+            [ids for ids, _ in asked[self.own]],
+            answers[self.own],
+            log_p,
+            advantages[self.own],
+            have_rewards.repeat_interleave(run.group)[self.own].tolist(),
+            self.job.tokenizer,
         )
-        return batch_of(rows, range(len(rows)), self.world)
+        batch = batch_of(rows, range(len(rows)), self.world)
+        return replace(batch, target_values=batch.target_values | self.log_p_before(batch))
+
+    def log_p_before(self, batch: Batch) -> dict[str, Tensor]:
+        """Return by name what a loss compares log p of each target with, beside that of sampling:
+        that of the base, for --kl, and that before the first of several updates."""
+        model, microbatch = self.job.model, self.work.microbatch
+        found = {}
+        if self.run.kl is not None:
+            with adapters_off(model):
+                found["base_log_p"] = log_p_of_targets(model, batch, microbatch)
+        if self.run.updates > 1:
+            with torch.no_grad():
+                found["old_log_p"] = log_p_of_targets(model, batch, microbatch)
+        return found
 
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
-        all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers. Rank 0
-        computes these, since a reward may be random. If one fails, raise Stopped on all ranks."""
+        all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers, NaN
+        where one is missing; begin `measured`. Rank 0 computes rewards, since they may be random.
+        If one fails, raise Stopped on all ranks."""
         world = self.world
+        started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
         own_answers, log_p = self.sample(own_prompts, numbers[self.own])
         shares = [None] * world.size
@@ -263,12 +364,20 @@ class Rewards(Task):
         answers = [None] * len(asked)
         for places, its_answers in shares:
             answers[places] = its_answers
+        sampled = time.perf_counter()
         scored = self.score(asked, answers) if world.rank == 0 else None
         meet()  # rewards may take longer than a collective waits
-        rewards, self.problem = world.broadcast_from_rank_zero(lambda: scored)
+        rewards, parts, self.problem = world.broadcast_from_rank_zero(lambda: scored)
         if self.problem:
             raise Stopped
-        return answers, log_p, torch.tensor(rewards, dtype=torch.float64)
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+        self.measured = {
+            "reward": rewards.nanmean().item(),
+            **parts,
+            "sampling_seconds": sampled - started,
+            "rewarding_seconds": time.perf_counter() - sampled,
+        }
+        return answers, log_p, rewards
 
     def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
         """Return an answer to each prompt, and log p of its tokens [B, tokens]. They are drawn at
@@ -295,20 +404,28 @@ class Rewards(Task):
         model.train(in_training)
         return answers, torch.stack(log_p, 1)
 
-    def score(self, asked: list, answers: list[list[int]]) -> tuple[list[float], str]:
-        """Return the reward of each answer, and a line if one of them has none."""
-        process = reward_process(self.run.reward)
+    def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str]:
+        """Return the reward of each answer, the means of its parts if a reward has several, and a
+        line if an answer has no reward. With --skip-bad-rewards its reward is NaN."""
+        run = self.run
+        records = [record for _, record in asked]
+        texts = [self.text_of(answer) for answer in answers]
         rewards = []
-        for (_, record), answer in zip(asked, with_progress(answers, "rewarding")):
-            text = self.text_of(answer)
-            rewards.append(process.reward(record, text))
-            if process.problem:
+        parts = defaultdict(list)  # name -> values
+        replies = reward_processes(run.reward, run.reward_workers).replies(records, texts)
+        for record, text in zip(records, with_progress(texts, "rewarding")):
+            reply = next(replies)
+            problem = reply.get("failed", "")
+            if problem and ("ended" in reply or not run.skip_bad_rewards):
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
-                if "unexpected keyword argument" in process.problem:
+                if "unexpected keyword argument" in problem:
                     advice = ": write reward(prompt, answer, **fields), for a line's other fields"
-                return [], f"{self.run.reward}: {call} {process.problem}{advice}"
-        return rewards, ""
+                return [], {}, f"{run.reward}: {call} {problem}{advice}"
+            rewards.append(reply.get("reward", math.nan))
+            for name, value in reply.get("parts", {}).items():
+                parts[f"reward_{name}"].append(value)
+        return rewards, {name: statistics.mean(values) for name, values in parts.items()}, ""
 
     def text_of(self, answer: list[int]) -> str:
         """Return the text of an answer, or "" if it does not end: if such answers were rewarded,
@@ -316,14 +433,37 @@ class Rewards(Task):
         tokenizer = self.job.tokenizer
         return tokenizer.decode(answer[:-1]) if answer[-1] in tokenizer.stop else ""
 
+    def updates(self, batch: Batch) -> list[Batch]:
+        return batch.microbatches(self.work.sequences)
+
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the losses of a batch's tokens, given -log p of targets [B, T]."""
-        log_ratio = -losses - batch.target_values["sampled_log_p"]  # 0 where there is no target
-        gap = log_ratio.detach().abs()
-        self.far = self.far + (gap > TOLERANCE[self.world.parallel.dtype]).sum()
-        self.compared = self.compared + batch.count()
-        self.measured["log_ratio"] = gap.max().clamp(min=self.measured["log_ratio"])
-        return -(log_ratio.exp() * batch.target_values["advantage"]).sum()
+        """Return the sum of the losses of a batch's tokens, given -log p of targets [B, T], and add
+        what is measured of them to `sums`. Where there is no target, all values are 0."""
+        run, values = self.run, batch.target_values
+        log_p = -losses
+        old_log_p = values.get("old_log_p", log_p.detach())
+        by_rounding = old_log_p - values["sampled_log_p"]  # log p in training - in sampling
+        weight = by_rounding.exp().clamp(max=run.max_ratio)
+        ratio = (log_p - old_log_p).exp()
+        gain, is_clipped = clipped(ratio, values["advantage"], *run.clip_ratio)
+        log_ratio = (log_p.detach() - values["sampled_log_p"]).abs()
+        sums = {
+            "tokens": batch.count(),
+            "far": (by_rounding.abs() > self.tolerance).sum(),
+            "mean_log_ratio": log_ratio.sum(),
+            "clipped": is_clipped.sum(),
+            "entropy": losses.detach().sum(),  # the mean of -log p over drawn tokens
+        }
+        if run.kl is not None:
+            log_r = values["base_log_p"] - log_p
+            k3 = log_r.exp() - log_r - 1
+            gain = gain - run.kl * ratio * k3
+            sums["kl"] = k3.detach().sum()
+        self.largest = log_ratio.max().clamp(min=self.largest)
+        self.furthest = by_rounding.abs().max().clamp(min=self.furthest)
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value
+        return -(weight * gain).sum()
 
     def count(self, batch: Batch) -> Tensor:
         return batch.target_values["begins"].sum()  # the number of answers
@@ -334,16 +474,35 @@ class Rewards(Task):
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
-        if self.job.model.training:  # else this is an evaluation, without a loss of tokens
-            mine = [self.measured["log_ratio"], self.far, self.compared]
-            gaps, far, compared = self.world.all_gather_scalars(mine).unbind(1)  # [ranks] each
-            self.compared = self.far = 0
-            gap = gaps.max().item()
-            if far.sum() > self.may_be_far * compared.sum():
-                problem = f"log p of a token differs by {gap:.2g} between sampling and training"
-                raise UserError(f"{problem}: model.py computes something else with a cache")
-            self.measured["log_ratio"] = gap
-        return self.measured
+        if not self.job.model.training:  # an evaluation, without a loss of tokens
+            return self.measured
+        names = [
+            "mean_log_ratio",
+            "clipped",
+            "entropy",
+            *(["kl"] if self.run.kl is not None else []),
+        ]
+        mine = [self.largest, self.furthest]
+        mine += [self.sums[name] for name in ("tokens", "far", *names)]
+        largest, furthest, *sums = self.world.all_gather_scalars(mine).unbind(1)  # [ranks] each
+        tokens, far, *sums = [of_ranks.sum().item() for of_ranks in sums]
+        self.sums.clear()
+        self.largest = self.furthest = 0.0
+        self.check_distance(far / tokens, furthest.max().item())
+        means = {name: value / tokens for name, value in zip(names, sums)}
+        return self.measured | {"log_ratio": largest.max().item()} | means
+
+    def check_distance(self, share: float, furthest: float) -> None:
+        """Raise UserError, or warn in bfloat16, if too large a share of a step's tokens are further
+        than rounding takes log p of training from that of sampling. `furthest` is the largest
+        distance."""
+        found = f"log p of {share:.2%} of a step's tokens differs between sampling and training"
+        found += f" by more than {self.tolerance:.2g}, at most by {furthest:.2g}"
+        if self.only_warns and share > SHARE and not self.has_warned:
+            self.has_warned = True
+            print_rank_zero(f"warning: {found}: --max-ratio bounds its weight", file=sys.stderr)
+        if not self.only_warns and share > self.may_be_far:
+            raise UserError(f"{found}: model.py computes something else with a cache")
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
@@ -358,8 +517,8 @@ class Rewards(Task):
             lines.append(f"--- {record['prompt']}{self.text_of(answer)}")
         self.shown = "\n".join(lines)
         rewards = rewards[:limit]
-        self.measured = {"reward": rewards.mean().item()}
-        return Totals(-rewards.sum().item(), limit, 0)
+        self.measured = {"reward": rewards.nanmean().item()}
+        return Totals(-rewards.nansum().item(), max(1, limit - int(rewards.isnan().sum())), 0)
 
     def text_to_show(self, step: int) -> str:
         return self.shown

@@ -123,9 +123,10 @@ def train(task: Task, runner: nn.Module) -> bool:
                 group["lr"] = lr
             # Dropout is a function of the seed, the step, the rank and the number of ranks.
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
-            loss = accumulate(runner, batch, work.microbatch, world, task.loss)
-            count, text_bytes = task.count(batch), batch.text_bytes
-            totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
+            for part in task.updates(batch):  # one, but for rewards.py --updates
+                loss = accumulate(runner, part, work.microbatch, world, task.loss)
+                count, text_bytes = task.count(part), part.text_bytes
+                totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
             tokens = task.tokens(steps, step)
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, tokens, measures)

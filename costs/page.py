@@ -250,6 +250,7 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     for dim, collective, calls, nbytes in entries:
         if calls and nbytes and p.group_size(dim) > 1:
             earlier_calls, payload = traffic.get((dim, collective), (0, 0))
+            calls *= work.updates
             traffic[dim, collective] = earlier_calls + calls, payload + calls * nbytes
     return {key: (calls, payload) for key, (calls, payload) in traffic.items() if calls}
 

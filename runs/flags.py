@@ -111,6 +111,7 @@ class Run:
     # The flags with which --help begins.
     used_most: ClassVar[str] = "model init data out seq_len batch steps lr dp resume"
     references: ClassVar[int] = 0  # how often a step runs a base forward (preferences.py)
+    updates: ClassVar[int] = 1  # of the optimizer in a step (rewards.py)
 
     def check(self) -> None:
         """Raise UserError for flags that exclude each other, whatever the model and the data."""

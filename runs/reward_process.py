@@ -1,13 +1,16 @@
-"""Call a user's reward in a process of its own, to which it may do anything.
+"""Call a user's rewards in processes of their own, to which they may do anything.
 
 A reward may set alarms, seeds and default dtypes, change the directory, read from standard input,
-or end the interpreter. None of this reaches the training: it gets a number, or a line that says why
-there is none. The two processes exchange lines of JSON through pipes. That of the reward ends with
-the other, whatever has ended it.
+or end the interpreter. None of this reaches the training: it gets numbers, or a line that says why
+there are none. Each process exchanges lines of JSON with ours through pipes:
 
-    {"prompt": "1+1", "answer": "2"} -> reward.py ->  {"reward": 1.0}, or {"failed": "raised ..."}
+    {"prompt": "1+1", "answer": "2"} -> reward.py ->  {"reward": 1.0, "parts": {}}
+                                                      {"failed": "raised ..."}
 
-This file imports nothing of ours, so that the process starts at once and with little memory.
+If the file has a function `rewards`, it is called once, with a list of each field, and there is a
+reply to each answer. A process of a reward ends with ours, whatever has ended that.
+
+This file imports nothing of ours, so that such a process starts at once and with little memory.
 """
 
 import contextlib
@@ -20,16 +23,44 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 
+class RewardProcesses:
+    """The processes in which a file with a function `reward` or `rewards` runs.
+
+    problem: what the file did instead of defining one of them, or "" """
+
+    def __init__(self, path: Path, n: int = 1):
+        """Start n processes, each of which runs the file."""
+        self.processes = [RewardProcess(path) for _ in range(n)]
+        started = [process.reply() for process in self.processes]
+        self.takes_all = started[0].get("takes_all", False)
+        problems = [reply["failed"] for reply in started if "failed" in reply]
+        if self.takes_all and n > 1:
+            problems.append("has rewards(prompts, answers), which is called once, by one worker")
+        self.problem = problems[0] if problems else ""
+
+    def replies(self, records: list[dict], answers: list[str]) -> Iterator[dict]:
+        """Yield the reply to each answer: its `reward` and the `parts` it is the sum of, or
+        `failed`, what its function did instead. `records` have the other arguments."""
+        if self.takes_all:
+            names = dict.fromkeys(name for record in records for name in record)
+            given = {name: [record.get(name) for record in records] for name in names}
+            given["prompts"] = given.pop("prompt")
+            self.processes[0].ask(given | {"answers": answers})
+        else:
+            for process, record, answer in zip(cycle(self.processes), records, answers):
+                process.ask(record | {"answer": answer})
+        for process, _ in zip(cycle(self.processes), answers):
+            yield process.reply()
+
+
 class RewardProcess:
-    """The process in which a file with a function `reward` runs.
-
-    problem: what the file or the last call did instead of giving a reward, or "" """
-
     def __init__(self, path: Path):
-        """Start the process, which runs the file."""
+        """Start the process, which runs the file. Its first reply says what the file has."""
         read_by_it, requests = os.pipe()
         replies, written_by_it = os.pipe()
         command = [sys.executable, __file__, path, read_by_it, written_by_it]
@@ -43,33 +74,26 @@ class RewardProcess:
         os.close(written_by_it)
         self.requests = open(requests, "w", encoding="utf-8")
         self.replies = open(replies, encoding="utf-8")
-        self.problem = ""
-        self._receive()
 
-    def reward(self, record: dict, answer: str) -> float:
-        """Return the reward of an answer, or NaN with a `problem`."""
-        request = json.dumps(record | {"answer": answer})
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which _receive tells
-            print(request, file=self.requests, flush=True)
-        return self._receive()
+    def ask(self, given: dict) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `reply` tells
+            print(json.dumps(given), file=self.requests, flush=True)
 
-    def _receive(self) -> float:
+    def reply(self) -> dict:
+        """Wait for the next reply. If the process has ended, it has `ended`, too."""
         line = self.replies.readline()
-        if not line:
-            code = self.process.wait()
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            reply = {"failed": f"ended its process with {how}"}
-        else:
-            reply = json.loads(line)
-        self.problem = reply.get("failed", "")
-        return reply.get("reward", math.nan)
+        if line:
+            return json.loads(line)
+        code = self.process.wait()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return {"failed": f"ended its process with {how}", "ended": True}
 
 
 # --------------------------------------------------------------------------- in the other process
 
 
 def serve(path: str, requests: int, replies: int) -> None:
-    """Run the file, and reply to it and to each request, until the first failure."""
+    """Run the file, and reply to it and to each request."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # they ask the training to end, and this with it
     received = queue.SimpleQueue()
@@ -81,15 +105,52 @@ def serve(path: str, requests: int, replies: int) -> None:
             print(json.dumps(content), file=file, flush=True)
 
         try:
-            reward = runpy.run_path(path)["reward"]
-            reply(reward=0.0)  # the file has it
+            functions = runpy.run_path(path)
+            takes_all = "rewards" in functions
+            call = functions["rewards"] if takes_all else functions["reward"]
+            reply(takes_all=takes_all)
             while True:
-                value = float(reward(**received.get()))
-                if not math.isfinite(value):
-                    raise ValueError(f"it returned {value}")
-                reply(reward=value)
+                given = received.get()
+                n = len(given["answers"]) if takes_all else 1
+                try:
+                    values = in_a_list(call(**given), n) if takes_all else [call(**given)]
+                except Exception as error:
+                    values = [error] * n
+                for value in values:
+                    reply(**as_reply(value))
         except BaseException as error:
-            reply(failed=f"raised {error!r:.200}")
+            reply(failed=f"raised {error!r:.200}", ended=True)
+
+
+def in_a_list(values, n: int) -> list:
+    """Return n rewards, which may be in an array or a tensor, as a list."""
+    values = [*(values.tolist() if hasattr(values, "tolist") else values)]
+    if len(values) != n:
+        raise ValueError(f"{len(values)} rewards for {n} answers")
+    return values
+
+
+def as_reply(value) -> dict:
+    """Return the reply of what a function has returned for an answer, or raised: a number, or
+    numbers by name, which are added up."""
+    if isinstance(value, Exception):
+        return {"failed": f"raised {value!r:.200}"}
+    parts = value if isinstance(value, dict) else {"": value}
+    numbers = {}
+    for name, part in parts.items():
+        of_which = f"{part!r:.200}" + (f" as {name!r}" if name else "")
+        if isinstance(part, bool) or type(part).__name__ in ("bool", "bool_"):  # also numpy's
+            return {"failed": f"returned {of_which}, which is no number: write float(...)"}
+        try:
+            number = math.nan if isinstance(part, str | bytes) else float(part)
+        except Exception:
+            number = math.nan
+        if not math.isfinite(number):
+            return {"failed": f"returned {of_which}, which is no finite number"}
+        numbers[str(name)] = number
+    if not numbers:
+        return {"failed": "returned no part of a reward"}
+    return {"reward": sum(numbers.values()), "parts": numbers if parts is value else {}}
 
 
 def receive(requests: int, received: queue.SimpleQueue) -> None:

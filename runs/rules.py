@@ -62,6 +62,7 @@ def requested_work(
     batch: int | None,
     seq_len: int,
     microbatch: int | None = None,
+    updates: int = 1,
     **more,
 ) -> Work:
     """Return a step as the flags ask for it: `dp` may still be "auto", and until it is chosen all
@@ -73,8 +74,9 @@ def requested_work(
         model,
         parallel,
         batch or microbatch * parallel.data_size,
-        microbatch or batch // parallel.data_size,
+        microbatch or batch // updates // parallel.data_size,
         seq_len,
+        updates=updates,
         on_gpu=process.device.type == "cuda",
         **more,
     )
@@ -93,6 +95,7 @@ def work_of(
         run.microbatch,
         document=run.seq_len if packed else 0,
         references=run.references,
+        updates=run.updates,
     )
 
 
@@ -170,10 +173,12 @@ def check_batch(work: Work) -> None:
             f"--seq-len {work.seq_len} exceeds the model's maximum: --seq-len {longest}"
         )
     ranks = work.parallel.data_size
-    if work.batch % ranks:
+    shares = ranks * work.updates
+    if work.batch % shares:
+        updates = f" in each of {work.updates} updates" if work.updates > 1 else ""
         raise UserError(
-            f"--batch {work.batch} is no multiple of the {ranks} ranks that share it: "
-            f"use --batch {math.ceil(work.batch / ranks) * ranks}"
+            f"--batch {work.batch} is no multiple of the {ranks} ranks that share it{updates}: "
+            f"use --batch {math.ceil(work.batch / shares) * shares}"
         )
     if work.sequences % work.microbatch:
         raise UserError(

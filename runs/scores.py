@@ -25,7 +25,6 @@ from parallel import World
 from plumbing import endings
 from plumbing.devices import widest_float
 from plumbing.messages import with_progress
-from techniques.chunked_loss import cross_entropies
 from techniques.context_parallel import share_sequences
 from techniques.decoding import generate
 from text.batch import Batch
@@ -36,11 +35,6 @@ from text.packing import Packed, Rows
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
     """Return the `loss` of each row alone. hidden [B, T, D], targets [B, T] -> [B]."""
     return torch.stack([loss(h, weight, t, vocabulary).sum() for h, t in zip(hidden, targets)])
-
-
-def set_loss_of_each_target(model: Llama) -> None:
-    """Let forward return the loss of each target, [B, T], from which a task makes its own loss."""
-    model.loss = cross_entropies
 
 
 class Stopped(Exception):

@@ -72,8 +72,12 @@ class Task:
     def loss(self, computed: Tensor, batch: Batch) -> Tensor:
         """Return the loss of a microbatch, a sum, given what the model has computed: that sum. A
         task whose loss is another function makes it of the loss of each target, [B, T], which the
-        model returns after set_loss_of_each_target (runs/scores.py)."""
+        model returns after set_loss_of_each_target (runs/each_target.py)."""
         return computed
+
+    def updates(self, batch: Batch) -> list[Batch]:
+        """Return the parts of a batch, each of which the optimizer takes a step on."""
+        return [batch]
 
     def count(self, batch: Batch) -> Tensor:
         """Return by what a step divides its loss: the number of targets of this rank's batch."""

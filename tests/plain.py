@@ -5,6 +5,7 @@ written out as formulas."""
 
 import functools
 import json
+import math
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,9 @@ from workers.train_cases import (
     BATCH,
     BETA,
     CLIP,
+    KL,
     batch_of,
+    before_updates,
     build,
     config_of,
     initialize,
@@ -113,18 +116,32 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
 
 
 def plain_rewards(bare: Llama, weights: dict) -> tuple:
-    """Return the mean loss of scored_answers, a token at a time, their number, and the largest
-    difference between the sampler's log p and ours."""
+    """Return the mean loss of scored_answers, a token at a time, their number, and measures: the
+    largest and the mean difference between the sampler's log p and ours, the share of tokens that
+    are clipped, the means of -log p and of the distance to the base."""
     total = 0
-    gap = 0
-    for prompt, answer, old, advantage in zip(*scored_answers()):
+    gaps = []
+    clipped = []
+    entropy = []
+    distances = []
+    for prompt, answer, of_sampler, advantage in zip(*scored_answers()):
         log_p = log_probabilities(bare, weights, prompt + answer)
+        others = before_updates(of_sampler)
         of_answer = log_p[len(prompt) - 1 :]
-        for now, before in zip(of_answer, old):
-            log_ratio = now - before
-            total = total - log_ratio.exp() * advantage
-            gap = max(gap, abs(log_ratio.item()))
-    return total / BATCH, BATCH, (gap,)
+        for now, sampled, old, base in zip(of_answer, of_sampler, *others.values()):
+            weight = min(math.exp(old - sampled), 2.0)
+            ratio = (now - old).exp()
+            is_clipped = bool(ratio > 1.28 if advantage > 0 else ratio < 0.8)
+            bound = 1.28 if advantage > 0 else 0.8
+            gain = (bound if is_clipped else ratio) * advantage
+            distance = (base - now).exp() - (base - now) - 1
+            total = total - weight * (gain - KL * ratio * distance)
+            gaps.append(abs(now - sampled).item())
+            clipped.append(is_clipped)
+            entropy.append(-now.item())
+            distances.append(distance.item())
+    means = [sum(values) / len(values) for values in (gaps, clipped, entropy, distances)]
+    return total / BATCH, BATCH, (max(gaps), *means)
 
 
 # ------------------------------------------------------------------------------------- training

@@ -27,7 +27,7 @@ from model import LlamaConfig
 from plumbing import endings
 from plumbing.messages import UserError
 from plumbing.processes import ADVICE
-from rewards import read_prompts, reward_process
+from rewards import read_prompts, reward_processes
 from runs.records import best_loss
 from text import corpora
 from text.bpe import train_tokenizer
@@ -84,12 +84,13 @@ def prompts_of(home: Path) -> None:
 
 
 def call_reward(home: Path) -> None:
-    process = reward_process.__wrapped__(home / "reward.py")
-    process.reward({"prompt": "a"}, "b")
+    processes = reward_processes.__wrapped__(home / "reward.py", 1)
+    (reply,) = processes.replies([{"prompt": "a"}], ["b"])
+    (process,) = processes.processes
     process.requests.close()
     process.process.wait()
-    if process.problem:
-        raise UserError(process.problem)
+    if "failed" in reply:
+        raise UserError(reply["failed"])
 
 
 def read_template(home: Path) -> None:

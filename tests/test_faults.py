@@ -91,8 +91,11 @@ FAULTS = {
         ("return {name: value / pairs", "return {name: value / len(sums)"),
     ],
     "rewards": [
-        ("-(log_ratio.exp() *", "-(log_ratio *"),
-        ("begins[row, columns[0]] = 1", "begins[row, columns] = 1"),
+        ("ratio = (log_p - old_log_p).exp()", "ratio = 1 + log_p - old_log_p"),
+        ("bound < product", "bound > product"),  # clipped on the wrong side
+        (".clamp(max=run.max_ratio)", ""),
+        ("run.kl * ratio * k3", "run.kl * k3"),
+        ("begins[row, columns[:1]] = 1", "begins[row, columns] = 1"),
     ],
     "train": [
         ("parallel.replicate * parallel.shard", "world.parallel.data_size"),

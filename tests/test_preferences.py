@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ from files.conversion import write_checkpoint
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from preferences import Preferences, Preferring
-from rewards import Answers, Rewards
+from rewards import Answers, Rewarding, Rewards
 from runs.scores import evenly_spaced
 from text.batch import Batch
 from text.order import Order, Steps, window_of
@@ -316,8 +317,23 @@ def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
 
 WRONG = {  # flags, or a file in place of one that a flag names; and what is said
     "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
-    "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan"),
-    "a string": (dict(reward="def reward(**given):\n    return 'good'"), "raised ValueError"),
+    "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan, which is no finite number"),
+    "a string": (dict(reward="def reward(**given):\n    return '1'"), "'1', which is no finite"),
+    "a bool": (dict(reward="def reward(**given):\n    return True"), "write float(...)"),
+    "a part": (dict(reward="def reward(**given):\n    return dict(a=1, b=None)"), "None as 'b'"),
+    "too few": (dict(reward="def rewards(**given):\n    return [1]"), "1 rewards for "),
+    "workers": (
+        dict(reward="def rewards(**given):\n    return [1]", reward_workers=2),
+        "which is called once, by one worker",
+    ),
+    "all bad": (
+        dict(reward="def reward(**given):\n    return None", skip_bad_rewards=True, eval_every=0),
+        "no group of the step has all its rewards",
+    ),
+    "updates": (dict(updates=2, group=8), "must be a multiple of --group x --updates 2"),
+    "weights": (dict(max_ratio=0.5), "--max-ratio is 1 or more"),
+    "base": (dict(all_weights=True, kl=0.1), "--kl compares with the base"),
+    "answers": (dict(data='{"prompt": "Hi", "answers": "Ho"}'), "rename the field"),
     "nothing": (dict(reward=""), "has no function reward"),
     "no fields": (
         dict(reward="def reward(prompt, answer):\n    return 1", data='{"prompt": "a", "x": 1}'),
@@ -450,7 +466,7 @@ def test_an_answer_that_does_not_end_is_none():
     prompts = [[1], [1, 2]]
     log_p = -torch.arange(6.0).view(2, 3)
     advantages = torch.tensor([0.5, -0.5])
-    dataset = Answers(prompts, answers, log_p, advantages, BYTES)
+    dataset = Answers(prompts, answers, log_p, advantages, [True, True], BYTES)
     batch = dataset.batch([0, 1])
     assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
     values = {name: tensor.tolist() for name, tensor in batch.target_values.items()}
@@ -467,16 +483,22 @@ def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_re
     task = Rewards.__new__(Rewards)
     task.world = alone(dtype=torch.float32)
     task.job = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    task.measured = {"log_ratio": 0.0}
-    task.compared = task.far = 0
+    task.run = Rewarding(reward=None)
+    task.measured = {}
+    task.sums = Counter()
+    task.largest = task.furthest = 0.0
+    task.tolerance = 0.01
     task.may_be_far = share
+    task.only_warns = False
     sampled_log_p = torch.zeros(1, 45)
     sampled_log_p[0, :far] = 0.05
     values = dict(sampled_log_p=sampled_log_p, advantage=torch.ones(1, 45))
     tokens = torch.ones(1, 45, dtype=torch.int64)
     task.loss(torch.zeros(1, 45), Batch(tokens, tokens, None, 0, target_values=values))
     if is_refused:
-        with pytest.raises(UserError, match=r"differs by 0\.05 between sampling and training"):
+        with pytest.raises(
+            UserError, match=r"between sampling and training by more than 0.01, at most by 0\.05"
+        ):
             task.finish_measures(None)
     else:
         assert task.finish_measures(None)["log_ratio"] == pytest.approx(0.05 if far else 0)

@@ -82,7 +82,7 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
 
 
-BETA = 0.3
+BETA, KL = 0.3, 0.7
 
 
 def packed_pairs() -> Packed:
@@ -114,6 +114,15 @@ def scored_answers() -> tuple[list, list, torch.Tensor, torch.Tensor]:
     return prompts, answers, log_p, advantages
 
 
+def before_updates(sampled_log_p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return by name log p of tokens by the weights before the first update, and by the base, which
+    stand for other weights. 0 where there is no token."""
+    old = sampled_log_p + torch.cos(7 * sampled_log_p)
+    base = sampled_log_p + torch.sin(9 * sampled_log_p) / 2
+    is_token = sampled_log_p != 0
+    return {"old_log_p": old * is_token, "base_log_p": base * is_token}
+
+
 @dataclass(frozen=True)
 class JobOfTask:
     """What a task reads of a Job."""
@@ -127,7 +136,7 @@ def make_task(case: dict, model: Llama, world, work: Work) -> Task:
     """Return the task of a case with an objective, which has begun."""
     job = JobOfTask(model, packed_pairs(), packed_pairs())
     if case["objective"] == "rewards":
-        run = Rewarding(reward=Path(__file__).parents[2] / "docs/sums.py")
+        run = Rewarding(reward=Path(__file__).parents[2] / "docs/sums.py", kl=KL)
         return Rewards(run, job, world, work, None)
     run = Preferring(
         beta=BETA,
@@ -258,8 +267,11 @@ def train(process, case: dict) -> dict:
         batch = task.job.train_set.batch([*range(BATCH)[own]])
         batch = share_sequences(batch, world)
     else:
-        answers = Answers(*(each[own] for each in scored_answers()), packed_pairs().tokenizer)
+        are_counted = [True] * BATCH
+        given = (*scored_answers(), are_counted)
+        answers = Answers(*(each[own] for each in given), packed_pairs().tokenizer)
         batch = scores.batch_of(answers, range(share), world)
+        batch.target_values |= before_updates(batch.target_values["sampled_log_p"])
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
@@ -270,7 +282,7 @@ def train(process, case: dict) -> dict:
         if isinstance(task, Preferences):
             batch = task.with_base(batch)
         elif task:
-            task.measured = {"log_ratio": 0.0}
+            task.measured = {}
         count = counter if step == steps else nullcontext()
         with count:
             totals = training.update(training.accumulate(batch), batch)
