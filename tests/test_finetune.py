@@ -50,7 +50,11 @@ def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
 
 
 def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    stored = open_safetensors(checkpoint / PEFT_FILES[1])
+    """Return what a run has trained: the factors of adapters or, without any, all weights."""
+    path = checkpoint / PEFT_FILES[1]
+    if not path.exists():
+        return dict(load_pretrained(checkpoint, torch.float64).named_parameters())
+    stored = open_safetensors(path)
     return {name: tensor.read() for name, tensor in stored.items()}
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,14 +27,14 @@ from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F
 from test_formats import our_model, stored
 from test_model import to_hugging_face
 from test_pairs import PAIRS, written
-from test_train import as_flags, resumes
+from test_train import as_flags, resumes, same_losses
 from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from files.conversion import write_checkpoint
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.messages import UserError
 from preferences import Preferences, Preferring
-from rewards import Answers, Rewarding, Rewards
+from rewards import Answers, Rewarding, Rewards, advantages_of
 from runs.scores import evenly_spaced
 from text.batch import Batch
 from text.order import Order, Steps, window_of
@@ -277,22 +278,73 @@ def command(given: dict, out, **more) -> list:
     return ["rewards.py", *as_flags(given | dict(out=out) | more)]
 
 
-@pytest.mark.parametrize("mesh", [dict(dp="fsdp"), dict(tp=2, dora=True), dict(cp=2)])
-def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh):
+SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        slow(dict(dp="fsdp"), {}),
+        (dict(tp=2), dict(dora=True)),
+        (dict(cp=2), {}),
+        (dict(dp="fsdp"), SEVERAL | dict(kl=0.1)),
+        (dict(dp="zero1"), SEVERAL | dict(all_weights=True)),
+        slow(dict(cp=2), SEVERAL | dict(dora=True, kl=0)),
+        slow(dict(dp="ddp", compile=True), SEVERAL | dict(kl=0.1)),
+        slow(dict(tp=2), SEVERAL | dict(kl=0.1)),
+        slow(dict(pp=2, schedule="gpipe"), SEVERAL | dict(kl=0.1)),
+        slow(dict(dp="fsdp", offload=True, reshard="all"), SEVERAL | dict(all_weights=True)),
+    ],
+)
+def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
     """With FSDP a group is on both ranks. A resumed run ends the same in every bit."""
-    more = dict(dora=True) if "dora" in mesh else {}
     succeed(*command(given, tmp_path / "one", **more))
-    on_two = command(given, tmp_path / "two", **mesh, microbatch=1)
+    on_two = command(given, tmp_path / "two", **mesh, **more, microbatch=1)
     out = succeed(*on_two, nproc=2).out
     same_run(tmp_path / "two", tmp_path / "one", step=4)
-    names = {"reward", "mixed", "end", "length"}
+    names = {"reward", "mixed", "end", "length", "mean_log_ratio", "clipped", "entropy"}
+    if "kl" in more:
+        names.add("kl")
     for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one")):
         for name in theirs.keys() & {*names, "val_reward"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-12, abs=1e-12), name
-        assert theirs.keys() >= names and ours["log_ratio"] < 1e-12
+        assert theirs.keys() >= names
+        assert ours["log_ratio"] < 1e-12 or "updates" in more
     assert metrics(tmp_path / "one")[0]["tokens"] <= 8 * (2 + 6)  # an answer has six at most
     assert "step 4: validation loss" in out and "val_reward" in metrics(tmp_path / "two")[-1]
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
+
+
+@pytest.mark.parametrize("when", ["rewarding", "updating"])
+def test_a_kill_loses_no_step_that_was_saved(given, tmp_path, when):
+    """In the middle of step 3, whose answers are rewarded, or of which the first of two updates is
+    done. The run that goes on ends in the bits of one that nobody has stopped."""
+    more = SEVERAL | dict(save_every=1, eval_every=0)
+    out = tmp_path / "out"
+    succeed(*command(given, tmp_path / "whole", **more))
+    edits = {}
+    if when == "updating":
+        line = "run.clip, world, step)\n"
+        edits = {line: f"{line}                step == 3 and os.kill(os.getpid(), 9)\n"}
+        edits["import math\n"] = "import math\nimport os\n"
+    else:
+        (tmp_path / "kills.py").write_text(
+            f"{given['reward'].read_text()}\n"
+            "import os\nright, calls = reward, []\n"
+            "def reward(**given):\n    calls.append(1)\n"
+            "    if len(calls) == 20:\n        os.kill(os.getppid(), 9)\n"
+            "    return right(**given)\n"
+        )
+        more |= dict(reward=tmp_path / "kills.py")
+    within = changed_copy(tmp_path / "copy", edits=edits, file="train")
+    assert launch(*within, *command(given, out, **more)).code == -9
+    assert [path.name for path in sorted(out.glob("step-*"))] == ["step-00000001", "step-00000002"]
+    more |= dict(reward=given["reward"])
+    resumed = succeed(*command(given, out, **more, resume=True))
+    assert "resumed from" in resumed.out
+    same_losses(metrics(out), metrics(tmp_path / "whole"))
+    for name, weight in last_factors(tmp_path / "whole").items():
+        assert torch.equal(weight, last_factors(out)[name]), name
 
 
 @pytest.mark.parametrize(
@@ -315,9 +367,132 @@ def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
         assert ours["log_ratio"] < 1e-12
 
 
+@pytest.mark.parametrize("kl, corrected", [(None, False), (None, True), (0.3, False)])
+def test_trl_computes_the_same_loss_of_rewards(kl, corrected):
+    """And its gradient: clipped ratios; with --kl, the estimate of KL times the ratio; truncated
+    importance weights, which trl has for answers of vLLM."""
+    trl = pytest.importorskip("trl")
+    torch.manual_seed(0)
+    shape = 6, 9
+    now, old, sampled, of_base = -3 + torch.randn(4, *shape, dtype=torch.float64) / 2
+    now.requires_grad_(True)
+    mask = torch.rand(shape) < 0.7
+    advantages = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    if not corrected:
+        sampled = old
+    values = dict(
+        old_log_p=old * mask,
+        sampled_log_p=sampled * mask,
+        advantage=advantages[:, None] * mask,
+        base_log_p=of_base * mask,
+    )
+    task = Rewards.__new__(Rewards)
+    task.run = Rewarding(reward=None, kl=kl)
+    task.sums, task.largest, task.furthest, task.tolerance = Counter(), 0.0, 0.0, math.inf
+    targets = torch.where(mask, 1, IGNORE)
+    loss = task.loss(-now * mask, Batch(targets, targets, None, 0, target_values=values))
+    (gradient,) = torch.autograd.grad(loss, now)
+
+    stub = MagicMock()
+    stub.use_vllm = stub.vllm_importance_sampling_correction = corrected
+    stub.aux_loss_enabled = False
+    stub.off_policy_mask_threshold = stub.args.delta = None
+    stub.top_entropy_quantile = 1.0
+    stub.use_adaptive_entropy, stub.entropy_coef = False, 0.0
+    stub.importance_sampling_level, stub.loss_type = "token", "dr_grpo"
+    stub.beta, stub.args.use_bias_correction_kl = kl or 0.0, True
+    stub.epsilon_low, stub.epsilon_high = 0.2, 0.28
+    stub.max_completion_length = stub.current_gradient_accumulation_steps = 1
+    stub._get_per_token_logps_and_entropies.return_value = now, torch.zeros(shape), None
+    stub.accelerator.gather = lambda x: x
+    inputs = dict(
+        prompt_ids=targets,
+        prompt_mask=mask,
+        completion_ids=targets,
+        completion_mask=mask,
+        advantages=advantages,
+        old_per_token_logps=old,
+        ref_per_token_logps=of_base,
+        importance_sampling_ratio=(old - sampled).exp().clamp(max=2),
+    )
+    theirs = trl.GRPOTrainer._compute_loss(stub, stub.model, inputs) * len(mask)
+    (their_gradient,) = torch.autograd.grad(theirs, now)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-12)
+    assert torch.allclose(gradient, their_gradient, rtol=1e-12, atol=1e-14)
+    assert 0 < task.sums["clipped"] < task.sums["tokens"] == mask.sum()
+
+
+def test_advantages():
+    rewards = torch.tensor([[0, 0, 1, 3], [0.1] * 4, [1, 2, 3, math.nan]], dtype=torch.float64)
+    advantages, is_mixed = advantages_of(rewards, "none")
+    assert advantages.tolist() == [[-1, -1, 0, 2], [0] * 4, [0] * 4]
+    assert is_mixed.tolist() == [True, False, False]
+    normalized, _ = advantages_of(rewards, "std")
+    assert normalized[0].tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0, 2**0.5])
+    assert not normalized[1:].any()
+    # Rounded, the mean of equal rewards may differ from them.
+    thirds = torch.full((1, 7), 1 / 3, dtype=torch.float32)
+    assert not advantages_of(thirds, "std")[0].any()
+
+
+REWARDS = {  # a file, and flags
+    "each": ("def reward(prompt, answer, truth):\n    return value(answer)\n", {}),
+    "by three": ("def reward(prompt, answer, truth):\n    return value(answer)\n",
+                 dict(reward_workers=3)),
+    "all": ("def rewards(prompts, answers, truth):\n"
+            "    assert prompts == [f'{t}?' for t in truth]\n"
+            "    return torch.tensor([value(answer) for answer in answers]).double()\n", {}),
+    "in parts": ("def reward(prompt, answer, **fields):\n"
+                 "    whole = len(answer) // 4\n"
+                 "    return dict(length=whole, rest=value(answer) - whole)\n", {}),
+}  # fmt: skip
+
+
+def test_rewards_may_be_given_in_several_ways(given, tmp_path):
+    """By one function call for each answer, by several processes, by one call for all, and in parts
+    that are recorded."""
+    runs = {}
+    for name, (body, more) in REWARDS.items():
+        path = tmp_path / f"{name}.py"
+        value = "def value(text):\n    return len(text) + sum(map(ord, text)) % 8 / 8\n"
+        path.write_text(f"import sys, torch\nprint('noise', file=sys.stderr)\n{value}{body}")
+        out = tmp_path / name
+        result = succeed(*command(given, out, reward=path, steps=2, **more))
+        assert result.err.count("noise") == more.get("reward_workers", 1)
+        runs[name] = metrics(out)
+    for name, rows in runs.items():
+        same_losses(rows, runs["each"])
+        assert [row["reward"] for row in rows] == [row["reward"] for row in runs["each"]], name
+    for row in runs["in parts"]:
+        assert row["reward"] == pytest.approx(row["reward_length"] + row["reward_rest"])
+
+
+def test_groups_with_bad_rewards_are_left_out(given, tmp_path):
+    """And counted. The gradient is that of the other groups."""
+    (tmp_path / "some.py").write_text(
+        f"{given['reward'].read_text()}\nright = reward\n"
+        "def reward(prompt, answer, truth):\n"
+        "    if truth == '0':\n        return None\n"
+        "    assert truth != '1'\n    return right(prompt, answer, truth)\n"
+    )
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(given["data"].read_text().splitlines()[:4]))
+    more = dict(data=few, val_data=few, reward=tmp_path / "some.py", group=8, batch=32)
+    succeed(*command(given, tmp_path / "out", **more, skip_bad_rewards=True), nproc=2)
+    rows = metrics(tmp_path / "out")
+    assert {row["skipped"] for row in rows} == {0.5}
+    assert all(math.isfinite(row["reward"] + row["grad_norm"]) for row in rows)
+    assert max(row["grad_norm"] for row in rows) > 0
+    assert "val_reward" in rows[1]
+    refused(launch(*command(given, tmp_path / "whole", **more)), "some.py: reward('")
+
+
 WRONG = {  # flags, or a file in place of one that a flag names; and what is said
     "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
-    "no number": (dict(reward="def reward(**given):\n    return float('nan')"), "returned nan, which is no finite number"),
+    "no number": (
+        dict(reward="def reward(**given):\n    return float('nan')"),
+        "returned nan, which is no finite number",
+    ),
     "a string": (dict(reward="def reward(**given):\n    return '1'"), "'1', which is no finite"),
     "a bool": (dict(reward="def reward(**given):\n    return True"), "write float(...)"),
     "a part": (dict(reward="def reward(**given):\n    return dict(a=1, b=None)"), "None as 'b'"),
