@@ -47,7 +47,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -57,25 +56,21 @@ from torch import Tensor
 from config import Totals
 from finetune_lora import Finetuning, Script, finetune
 from lora import adapters_off
-from model import IGNORE
-from parallel import used_techniques, weights_at_hand
+from parallel import used_techniques
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
 from plumbing.parser import nonnegative_float, positive_float
 from plumbing.processes import meet
+from runs.answers import Answers, Sampled, open_prompts, replay, sample
 from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.flags import rate_flag
 from runs.scores import Stopped, batch_of
 from runs.task import Task
-from techniques.decoding import check_length, generate
 from text.batch import Batch
-from text.conversations import files_of
-from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.order import Steps, window_of
 from text.packing import Rows
-from text.targets import SHOWN, encode_prompt
-from text.tokenizer import Tokenizer
+from text.targets import SHOWN
 
 # How far rounding may take log p of a token in training from that in sampling. In bfloat16 it may
 # be further, which --max-ratio bounds: a run warns if more than SHARE of a step's tokens are there.
@@ -105,6 +100,8 @@ class Rewarding(Finetuning):
                             "training", "rewards", positive_float)
     kl: float | None = flag(None, "weight of KL(model, base) in the loss; 0 only measures it "
                             "(default: neither)", "rewards", nonnegative_float)
+    no_replay: bool = flag(False, "let experts be chosen anew in training, where rounding chooses "
+                           "others; by default they are those of sampling", "rewards")
     normalize: str = flag("none", "what advantages are divided by: none, or std, the standard "
                           "deviation of a group's rewards", "rewards", choices=["none", "std"])
     # fmt: on
@@ -158,91 +155,6 @@ def reward_processes(path: Path, n: int):
     return processes
 
 
-# ---------------------------------------------------------------------------- prompts and answers
-
-
-EXPECTED = '{"prompt": "..."}'  # a line of the data
-
-
-def open_prompts(
-    run: Rewarding, tokenizer: Tokenizer, reading: Reading
-) -> tuple[Rows, Rows, list, str]:
-    """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
-    on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
-    is on those of training."""
-    if is_rank_zero():
-        reward_processes(run.reward, run.reward_workers)
-    read = partial(read_prompts, run, tokenizer, reading)
-    train, val = read(run.data)
-    if run.val_data:
-        train, val = train + val, [*chain(*read(run.val_data))]
-    for data, prompts in ((run.data, train), (run.val_data, val)):
-        if data and not prompts:
-            raise UserError(
-                f"{' '.join(data)} has too few prompts: give more lines like {EXPECTED}"
-            )
-    val = val or train
-    summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Rows(train, tokenizer, run.group), Rows(val, tokenizer), [], summary
-
-
-def read_prompts(
-    run: Rewarding, tokenizer: Tokenizer, reading: Reading, data: list[str]
-) -> tuple[list, list]:
-    """Return the prompts to train on, and those that a hash holds out, each as (ids, record)."""
-    splits = {"train": [], "val": []}
-    for file in files_of(data, EXPECTED):
-        for number, where, record in read_records(file, EXPECTED, reading):
-            with reading.one(where):
-                text = check_string(record.get("prompt"), f'{where}: "prompt" is')
-                for name in ("answer", "answers", "prompts") & record.keys():
-                    problem = f'{where}: "{name}" is what a reward is given of this model'
-                    raise UserError(f"{problem}: rename the field")
-                ids = tokenizer.encode(text, bos=True)
-                if run.chat:
-                    ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                check_length(len(ids), run.max_new_tokens, run.seq_len)
-                splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
-    return splits["train"], splits["val"]
-
-
-class Answers(Rows):
-    """Rows of a prompt and its answer, whose tokens are the targets. A batch has three values of
-    each target, 0 elsewhere: the `advantage` of its answer, `sampled_log_p`, its log p by the
-    sampler, and `begins`, 1 for the first target of an answer, since with --cp each rank has a part
-    of an answer. An answer that `are_counted` leaves out has no targets."""
-
-    def __init__(
-        self,
-        prompts: list,
-        answers: list,
-        log_p: Tensor,
-        advantages: Tensor,
-        are_counted: Sequence[bool],
-        tokenizer: Tokenizer,
-    ):
-        samples = []
-        for prompt, answer, is_counted in zip(prompts, answers, are_counted):
-            is_target = [False] * len(prompt) + [is_counted] * len(answer)
-            samples.append((prompt + answer, is_target))
-        super().__init__(samples, tokenizer)
-        self.log_p = log_p.cpu()
-        self.advantages = advantages.to(log_p.dtype)
-
-    def batch(self, indices: Sequence[int], multiple: int = 1) -> Batch:
-        batch = super().batch(indices, multiple)
-        is_target = batch.targets != IGNORE
-        advantage = self.log_p.new_zeros(batch.targets.shape)
-        sampled_log_p, begins = advantage.clone(), advantage.clone()
-        for row, i in enumerate(indices):
-            columns = is_target[row].nonzero().flatten()
-            advantage[row, columns] = self.advantages[i]
-            sampled_log_p[row, columns] = self.log_p[i, : len(columns)]
-            begins[row, columns[:1]] = 1
-        values = dict(advantage=advantage, sampled_log_p=sampled_log_p, begins=begins)
-        return replace(batch, target_values=values)
-
-
 # --------------------------------------------------------------------------------------- the task
 
 
@@ -262,6 +174,13 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
     bound = ratio.clamp(1 - low, 1 + high) * advantage
     is_bounded = bound < product
     return torch.where(is_bounded, bound, product), is_bounded
+
+
+def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, Rows, list, str]:
+    """Return what open_prompts does; start the processes of rewards first, which may fail."""
+    if is_rank_zero():
+        reward_processes(run.reward, run.reward_workers)
+    return open_prompts(run, tokenizer, reading)
 
 
 @dataclass
@@ -285,8 +204,13 @@ class Rewards(Task):
         dtype = self.world.parallel.dtype
         self.tolerance = TOLERANCE.get(dtype, math.log(self.run.max_ratio))
         # Where a router sends tokens to different layers, rounding may send some elsewhere.
-        routes = any(hasattr(module, "shapes_vary") for module in self.work.model.modules())
-        self.may_be_far = 0.1 if routes and dtype == torch.float32 else 0.0  # share of tokens
+        routers = [layer for layer in self.job.model.modules() if hasattr(layer, "keeps_choices")]
+        # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
+        self.replays = not self.run.no_replay and self.world.parallel.tp == 1
+        for router in routers:
+            router.keeps_choices = self.replays
+        is_loose = routers and not self.replays and dtype == torch.float32
+        self.may_be_far = 0.1 if is_loose else 0.0  # share of tokens
         self.only_warns = dtype not in TOLERANCE
         self.has_warned = False
 
@@ -309,7 +233,7 @@ class Rewards(Task):
         stop = self.job.tokenizer.stop
         # Answers are counted as sequences are; those of a group follow each other.
         asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
-        answers, log_p, rewards = self.answer(asked, numbers)
+        answers, sampled, rewards = self.answer(asked, numbers)
         rewards = rewards.view(-1, run.group)
         advantages, is_mixed = advantages_of(rewards, run.normalize)
         advantages = advantages.flatten()
@@ -328,43 +252,49 @@ class Rewards(Task):
         self.tokens_of_step = sum(lengths) - len(lengths)  # the last is a target only
         rows = Answers(
             [ids for ids, _ in asked[self.own]],
-            answers[self.own],
-            log_p,
+            sampled.answers,
+            sampled.log_p,
             advantages[self.own],
             have_rewards.repeat_interleave(run.group)[self.own].tolist(),
             self.job.tokenizer,
+            sampled.choices,
         )
         batch = batch_of(rows, range(len(rows)), self.world)
-        return replace(batch, target_values=batch.target_values | self.log_p_before(batch))
+        return self.with_log_p(batch)
 
-    def log_p_before(self, batch: Batch) -> dict[str, Tensor]:
-        """Return by name what a loss compares log p of each target with, beside that of sampling:
-        that of the base, for --kl, and that before the first of several updates."""
+    def with_log_p(self, batch: Batch) -> Batch:
+        """Return a batch with what a loss compares log p of each target with, beside that of
+        sampling: that of the base, for --kl, and that before the first of several updates. The base
+        chooses its own experts; training takes those of sampling."""
         model, microbatch = self.job.model, self.work.microbatch
         found = {}
         if self.run.kl is not None:
             with adapters_off(model):
                 found["base_log_p"] = log_p_of_targets(model, batch, microbatch)
+        if self.replays:
+            batch.before_use = partial(replay, model)
         if self.run.updates > 1:
             with torch.no_grad():
                 found["old_log_p"] = log_p_of_targets(model, batch, microbatch)
-        return found
+        return replace(batch, target_values=batch.target_values | found)
 
-    def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Tensor, Tensor]:
+    def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Sampled, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
-        all ranks, log p of this rank's tokens [B, tokens], and the rewards of all answers, NaN
-        where one is missing; begin `measured`. Rank 0 computes rewards, since they may be random.
-        If one fails, raise Stopped on all ranks."""
+        all ranks, what this rank has sampled, and the rewards of all answers, NaN where one is
+        missing; begin `measured`. Rank 0 computes rewards, since they may be random. If one fails,
+        raise Stopped on all ranks."""
         world = self.world
         started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
-        own_answers, log_p = self.sample(own_prompts, numbers[self.own])
+        stop = self.job.tokenizer.stop
+        given = own_prompts, numbers[self.own], self.run, stop, world.parallel
+        sampled = sample(self.job.model, *given)
         shares = [None] * world.size
-        dist.all_gather_object(shares, (self.own, own_answers))
+        dist.all_gather_object(shares, (self.own, sampled.answers))
         answers = [None] * len(asked)
         for places, its_answers in shares:
             answers[places] = its_answers
-        sampled = time.perf_counter()
+        ended = time.perf_counter()
         scored = self.score(asked, answers) if world.rank == 0 else None
         meet()  # rewards may take longer than a collective waits
         rewards, parts, self.problem = world.broadcast_from_rank_zero(lambda: scored)
@@ -374,35 +304,10 @@ class Rewards(Task):
         self.measured = {
             "reward": rewards.nanmean().item(),
             **parts,
-            "sampling_seconds": sampled - started,
-            "rewarding_seconds": time.perf_counter() - sampled,
+            "sampling_seconds": ended - started,
+            "rewarding_seconds": time.perf_counter() - ended,
         }
-        return answers, log_p, rewards
-
-    def sample(self, prompts: list, numbers: Sequence[int]) -> tuple[list[list[int]], Tensor]:
-        """Return an answer to each prompt, and log p of its tokens [B, tokens]. They are drawn at
-        temperature 1 and without top_k and top_p, from the distribution that is trained."""
-        model, run = self.job.model, self.run
-        log_p = []  # of each step of the sampling
-        in_training = model.training
-        model.eval()
-        # Compiled blocks would cast their weights for every token, where autocast casts them once.
-        compiled = self.world.parallel.compile and not model.compute_dtype
-        stance = "default" if compiled else "force_eager"
-        # Ranks may run forward different numbers of times, so only the first all-gathers weights.
-        with weights_at_hand(model, self.world.parallel), torch.compiler.set_stance(stance):
-            answers = generate(
-                model,
-                prompts,
-                run.max_new_tokens,
-                stop=self.job.tokenizer.stop,
-                seed=run.seed,
-                numbers=numbers,
-                log_p=log_p,
-                compiled=compiled,
-            )
-        model.train(in_training)
-        return answers, torch.stack(log_p, 1)
+        return answers, sampled, rewards
 
     def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str]:
         """Return the reward of each answer, the means of its parts if a reward has several, and a
@@ -474,6 +379,7 @@ class Rewards(Task):
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
+        replay(self.job.model, None)
         if not self.job.model.training:  # an evaluation, without a loss of tokens
             return self.measured
         names = [
@@ -511,7 +417,7 @@ class Rewards(Task):
         padded = self.world.parallel.padded(limit)
         asked = [prompts[i % limit] for i in range(padded)]
         numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
-        answers, _, rewards = self.answer(asked, numbers)
+        answers, *_, rewards = self.answer(asked, numbers)
         lines = []
         for (_, record), answer in zip(asked[:SHOWN], answers):
             lines.append(f"--- {record['prompt']}{self.text_of(answer)}")
@@ -524,7 +430,7 @@ class Rewards(Task):
         return self.shown
 
 
-SCRIPT = Script(Rewarding, open_prompts, Rewards)
+SCRIPT = Script(Rewarding, open_prompts_and_rewards, Rewards)
 main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":

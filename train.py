@@ -191,6 +191,7 @@ def accumulate(
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
+            part.use()
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
             microbatch_loss.backward()

@@ -173,7 +173,7 @@ class Router(experts.Router):
         chosen_groups = of_groups.topk(top_groups).indices
         left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(1, chosen_groups, False)
         ranking = ranking.masked_fill(left_out[..., None], -math.inf).flatten(1)
-        chosen = ranking.topk(self.top_k).indices  # [N, K]
+        chosen = self.best(ranking)  # [N, K]
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
         return chosen, weights * self.routed_scale

@@ -17,5 +17,8 @@ def log_p_of_targets(model: Llama, batch: Batch, microbatch: int) -> Tensor:
     """Return log p of each target, [B, T], by a model after set_loss_of_each_target. In a pipeline
     only the last stage has it and needs it; the others return 0."""
     parts = batch.microbatches(microbatch)
-    losses = [model(*part.inputs, documents=part.documents) for part in parts]
+    losses = []
+    for part in parts:
+        part.use()
+        losses.append(model(*part.inputs, documents=part.documents))
     return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])

@@ -68,6 +68,7 @@ def stream(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     log_p: list[Tensor] | None = None,
+    choices: list[Tensor] | None = None,
     cache: KVCache | None = None,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
@@ -78,7 +79,9 @@ def stream(
     ranks, all ranks must call this with the same arguments.
     A row draws by random numbers of its own, a function of the seed and the row's number (by
     default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
-    model itself, without temperature, top_k and top_p; of finished rows it means nothing.
+    model itself, without temperature, top_k and top_p; of finished rows it means nothing. If
+    `choices` is a list, it gets what layers that keep their choices (techniques/technique.py) have
+    chosen: first for prompts [B, T, layers, K], then for each token but the last [B, layers, K].
     A `cache` has the first tokens of a single prompt, which are not read again. If the model's
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
     compiled."""
@@ -105,6 +108,8 @@ def stream(
         for tokens in batch.look(seen, drawn):
             if log_p is not None:
                 log_p.append(batch.log_p[seen])
+            if choices is not None and batch.choosing:
+                choices.append(batch.choices[seen] if seen else batch.choices_of_prompts)
             seen += 1
             yield [token if runs else None for token, runs in zip(tokens, is_running)]
             is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
@@ -139,6 +144,7 @@ class Continuation:
         self.tokens = torch.zeros_like(uniform, dtype=torch.int64)  # [steps, B], drawn
         self.log_p = torch.zeros_like(uniform) if with_log_p else None  # [steps, B]
         self.are_finite = torch.tensor(True, device=device)  # all logits so far
+        self.choosing = layers_that_choose(model)
 
     def read(self, prompts: list[list[int]]) -> None:
         """Read prompts, each distinct one once, and draw the first token of every row."""
@@ -147,21 +153,38 @@ class Continuation:
         unread = slice(self.cache.seen, None)  # in a conversation the cache has a beginning
         pieces = tokens[:, unread].split(AT_A_TIME, 1)
         places = positions[:, unread].split(AT_A_TIME, 1)
+        choices = []
         with torch.compiler.set_stance("force_eager"):  # prompts have all lengths
             for piece, at in zip(pieces, places):
                 logits = self.model(piece, positions=at, cache=self.cache)
+                choices += self.newest_choices(piece)
         prompt_of = [distinct.index(tuple(prompt)) for prompt in prompts]
         prompt_of = torch.tensor(prompt_of, device=self.left.device)
         if len(distinct) < len(prompts):
             self.cache.take(prompt_of)
         self.positions = positions[prompt_of, -1:]  # [rows, 1]
         self.newest = torch.zeros_like(self.positions)  # tokens [rows, 1]
+        if choices:
+            self.choices_of_prompts = torch.cat(choices, 1)[prompt_of]  # [B, T, layers, K]
+            shape = *self.uniform.shape, *choices[0].shape[2:]
+            self.choices = choices[0].new_zeros(shape)  # [steps, B, layers, K]
         self.draw(logits[prompt_of])
 
     def step(self) -> None:
         """Compute the logits of every row's newest token, and draw the next one."""
         self.positions += 1
-        self.draw(self.model(self.newest, positions=self.positions, cache=self.cache))
+        logits = self.model(self.newest, positions=self.positions, cache=self.cache)
+        for choices in self.newest_choices(self.newest):
+            self.choices[self.count, self.left] = choices.squeeze(1)
+        self.draw(logits)
+
+    def newest_choices(self, tokens: Tensor) -> list[Tensor]:
+        """Return what layers have chosen for tokens [rows, T], in a list: [rows, T, layers, K]. It
+        is empty if no layer keeps its choices."""
+        if not self.choosing:
+            return []
+        chosen = torch.stack([layer.chosen for layer in self.choosing], 1)  # [rows T, layers, K]
+        return [chosen.unflatten(0, tokens.shape).to(torch.int16)]
 
     def repeated_step(self) -> Callable[[], None]:
         """Return `step` or, on a GPU, what repeats it for the rows that are left now."""
@@ -202,6 +225,11 @@ class Continuation:
         self.left = self.left[places]
         self.positions = self.positions[places]
         self.newest = self.newest[places]
+
+
+def layers_that_choose(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that keep what they choose for each token (techniques/technique.py)."""
+    return [layer for layer in model.modules() if getattr(layer, "keeps_choices", False)]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,9 @@ class Router(nn.Linear):
         super().__init__(config.dim, config.n_experts, bias=config.balance == "bias")
         self.top_k = config.top_k
         self.own = as_it_is
+        self.keeps_choices = False
+        self.chosen: Tensor | None = None  # of the last forward, if it keeps them: experts [N, K]
+        self.given: Tensor | None = None  # experts [N, K] to take, whatever the scores
 
     def sharded_dims(self, dim):
         return {name: None for name, _ in self.named_parameters()}  # --tp replicates both
@@ -69,8 +72,17 @@ class Router(nn.Linear):
         """scores [N, X], bias [X] or None -> experts [N, K], weights [N, K]"""
         # The bias is added to probabilities: scores grow without limit, and would outrun it.
         ranking = scores if bias is None else scores.softmax(1) + bias.to(scores.dtype)
-        experts = ranking.detach().topk(self.top_k).indices
+        experts = self.best(ranking)
         return experts, scores.gather(1, experts).softmax(1)
+
+    def best(self, ranking):
+        """ranking [N, X] -> the K experts of each token that are ranked highest, or those given"""
+        if self.given is not None:
+            return self.given
+        experts = ranking.detach().topk(self.top_k).indices
+        if self.keeps_choices:
+            self.chosen = experts
+        return experts
 
 
 def tokens_of_each(experts: Tensor, n_experts: int) -> Tensor:

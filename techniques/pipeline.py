@@ -247,6 +247,7 @@ class Pipeline(nn.Module):
         one before, waits for."""
         kind, i, stage = action
         microbatch, module = self.microbatches[i], self.stages[stage]
+        microbatch.use()
         if kind == "F":
             x = microbatch.tokens if stage == 0 else received.requires_grad_()
             targets = microbatch.targets if stage == self.last_stage else None

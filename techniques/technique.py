@@ -20,6 +20,8 @@ or methods, tell them what they have to know. Each may be left out:
     token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
+    keeps_choices     whether forward keeps in `chosen` [N, K] what it chooses for each token; with
+                      choices that are `given` it computes these (rewards.py sets both)
     no_slope          names of parameters whose gradient is not the slope of the loss
     norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
                       backward needs w2's output, too

@@ -27,7 +27,8 @@ from model import LlamaConfig
 from plumbing import endings
 from plumbing.messages import UserError
 from plumbing.processes import ADVICE
-from rewards import read_prompts, reward_processes
+from rewards import reward_processes
+from runs.answers import read_prompts
 from runs.records import best_loss
 from text import corpora
 from text.bpe import train_tokenizer

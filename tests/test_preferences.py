@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -32,9 +33,11 @@ from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from files.conversion import write_checkpoint
 from model import IGNORE, Llama, LlamaConfig
+from models.family import families
 from plumbing.messages import UserError
 from preferences import Preferences, Preferring
-from rewards import Answers, Rewarding, Rewards, advantages_of
+from rewards import Rewarding, Rewards, advantages_of
+from runs.answers import Answers
 from runs.scores import evenly_spaced
 from text.batch import Batch
 from text.order import Order, Steps, window_of
@@ -365,6 +368,64 @@ def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
     for ours, theirs in zip(metrics(tmp_path / "compiled"), metrics(tmp_path / "eager")):
         assert ours["reward"] == pytest.approx(theirs["reward"], rel=1e-12)
         assert ours["log_ratio"] < 1e-12
+
+
+@pytest.fixture(scope="module")
+def given_experts(given, tmp_path_factory):
+    """The same flags for models with experts, by family."""
+    found = {}
+    latents = dict(n_shared=1, n_groups=2, top_groups=1, n_dense=1, dense_dim=40)
+    latents |= dict(q_rank=16, kv_rank=16, rope_dim=4, value_dim=8)
+    for family, of_family in (("mixtral", {}), ("deepseek_v3", latents)):
+        sizes = dict(asdict(CONFIG), n_layers=3, tie_embeddings=False, **of_family)
+        model = our_model(families()[family].config(**sizes), torch.float64, seed=5, factor=2)
+        with torch.no_grad():
+            model.output.weight[BYTES.stop[0]] *= 4
+        path = tmp_path_factory.mktemp(family) / "base"
+        write_checkpoint(path, model.config, stored(model), BYTES)
+        found[family] = given | dict(init=path, max_new_tokens=9)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, nproc, more",
+    [
+        ("mixtral", 2, dict(dp="fsdp", ep=2, all_weights=True, updates=2, group=4)),
+        ("deepseek_v3", 0, dict(all_weights=True, microbatch=4, checkpointing="full")),
+        slow("mixtral", 2, dict(cp=2, microbatch=2, updates=2, group=4, targets="wq")),
+        slow("mixtral", 2, dict(pp=2, microbatch=2, checkpointing="full", targets="wq")),
+        slow(
+            "deepseek_v3", 2, dict(pp=2, microbatch=2, checkpointing="selective", all_weights=True)
+        ),
+        slow("mixtral", 0, dict(compile=True, checkpointing="full", all_weights=True)),
+    ],
+)
+def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, family, nproc, more):
+    """Also where forward is computed again. In training routers are told to prefer other experts:
+    without a replay they do, and the run is refused."""
+    edits = {"experts = ranking.detach().topk(": "experts = wrong(self, ranking).topk("}
+    edits["class Router(nn.Linear):"] = (
+        "def wrong(layer, ranking):\n"
+        "    return -ranking.detach() if layer.training else ranking.detach()\n\n\n"
+        "class Router(nn.Linear):"
+    )
+    within = changed_copy(tmp_path / "copy", edits=edits, file="experts")
+    # The check before a run would call such a router changed.
+    equal = tmp_path / "copy/runs/setup.py"
+    equal.write_text(equal.read_text().replace("    check_model(", "    0 and check_model("))
+    given = given_experts[family]
+    succeed(*command(given, tmp_path / "one", **(more if nproc == 0 else one_process(more))))
+    wrong = command(given, tmp_path / "two", **more)
+    succeed(*within, *wrong, nproc=nproc)
+    same_run(tmp_path / "two", tmp_path / "one", step=4)
+    assert all(row["log_ratio"] < 1e-9 or "updates" in more for row in metrics(tmp_path / "two"))
+    anew = command(given, tmp_path / "anew", **more, no_replay=True)
+    refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
+
+
+def one_process(more: dict) -> dict:
+    """Return what is left of flags where one process computes all."""
+    return {name: value for name, value in more.items() if name not in ("dp", "ep", "cp", "pp")}
 
 
 @pytest.mark.parametrize("kl, corrected", [(None, False), (None, True), (0.3, False)])

@@ -37,8 +37,9 @@ from plumbing.joining import init_distributed
 from plumbing.processes import run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences, Preferring
-from rewards import Answers, Rewarding, Rewards
+from rewards import Rewarding, Rewards
 from runs import scores
+from runs.answers import Answers
 from runs.equal import whole_tensor
 from runs.task import Task
 from techniques.context_parallel import share_sequences
