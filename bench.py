@@ -26,15 +26,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import finetune_lora
-import preferences
-import rewards
 import train
 from config import (
     FLAGS,
@@ -50,7 +48,6 @@ from config import (
 from costs.machines import GPUS, assumed_machine
 from costs.search import with_mesh_sizes
 from data import local_batch
-from finetune_lora import Script
 from lora import LoRA
 from model import Llama
 from models.family import find_preset
@@ -81,7 +78,7 @@ from text.batch import Batch
 from text.order import Order, Steps
 
 DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
-SCRIPTS = {module.__name__: module.SCRIPT for module in (finetune_lora, preferences, rewards)}
+SCRIPTS = "finetune_lora", "preferences", "rewards"  # that `step --lora` measures
 PARALLELISM = "parallelism: only plans with the given values"
 
 # fmt: off
@@ -199,7 +196,6 @@ class Plan(Report):
         dict.fromkeys(LAYOUTS, "all are tried") | dict(dtype="bfloat16", compile="compiled"),
         **dict.fromkeys(LAYOUTS), dtype=torch.bfloat16, compile=True,
     )
-    top: int = flag(12, "rows of the table")
     check: bool = flag(False, "emulate a step of rank 0 of the best plan in this process, and "
                        "compare its counted memory and traffic with the prediction")
 
@@ -258,18 +254,19 @@ def write(asked: Generating) -> str:
     return measure_generation(asked, model, init_distributed())
 
 
-def script_of_step(words: list[str]) -> Script:
-    """Return the script that `bench.py step` measures, from the words of its command line."""
+def flags_of_step(words: list[str]) -> type[Run]:
+    """Return the flags of the script that `bench.py step` measures, from its command line."""
     if "--lora" not in words:
-        return Script(pretraining(words), open_data=None)
+        return pretraining(words)
     after = [*words, ""][words.index("--lora") + 1]
-    return SCRIPTS.get(after, finetune_lora.SCRIPT)
+    return import_module(after if after in SCRIPTS else SCRIPTS[0]).SCRIPT.flags
 
 
 def step(asked: Measurement, run: Run) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
-    script = SCRIPTS[asked.lora] if asked.lora else script_of_step([])
     run.check()
+    if run.updates > 1:
+        raise UserError("bench.py step times one update: leave --updates out")
     if run.device == "mps":
         raise UserError("bench.py step measures GPUs of CUDA, and CPUs: leave out --device mps")
     process, parallel = join(run)
@@ -278,15 +275,20 @@ def step(asked: Measurement, run: Run) -> str:
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     run = writing_nothing(run)
+    task_of_script = Task
     if asked.lora:
-        job, _ = finetune_lora.prepare(run, parallel, process, script)
+        from finetune_lora import prepare  # here, since train.py's step does not need it
+
+        script = import_module(asked.lora).SCRIPT
+        task_of_script = script.task
+        job, _ = prepare(run, parallel, process, script)
     else:
         job = prepare_pretraining(run, parallel, process)
     world, runner, work = train.split(run, parallel, job, process)
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
-    task = script.task(run, job, world, work, sample_text=None)
+    task = task_of_script(run, job, world, work, sample_text=None)
     steps = steps_of(run, job, work, saved=[])
     task.begin(steps)
     with contextlib.closing(batches_without_end(task, steps)) as batches:
@@ -364,7 +366,7 @@ def plan(asked: Plan) -> str:
     wanted = {name: getattr(asked.parallel, name) for name in LAYOUTS}
     wanted["microbatch"] = asked.microbatch
     question = Question(asked.model, work, machine, asked.gpus, wanted)
-    return plan_cluster(question, asked.top, asked.tokens, asked.json, asked.check)
+    return plan_cluster(question, asked.tokens, asked.json, asked.check)
 
 
 COMMANDS = {  # name -> function that returns the output, the record of its flags
@@ -382,7 +384,7 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
-    kinds["step"].append(script_of_step(words).flags)
+    kinds["step"].append(flags_of_step(words))
     kinds["equal"] = [pretraining(words)]
     for name in COMMANDS:
         subparser = subparsers.add_parser(name, allow_abbrev=False)

@@ -22,6 +22,8 @@ Every checkpoint is an adapter in PEFT's format; --merge [best] also writes the 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import copy
 import shlex
+import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +36,7 @@ import checkpoint
 import lora
 import train
 from config import ParallelConfig
+from costs.search import sent_by_strategy
 from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.adapters import peft_name, recorded
@@ -48,13 +51,15 @@ from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import rules, setup
 from runs.flags import DATA, MODEL, Run, rate_flag
-from runs.task import Task, sample_answers
+from runs.task import Task
 from techniques import nf4
+from techniques.decoding import generate
 from techniques.optimizers import peak_rate
 from text.chat import open_samples
 from text.conversations import conversations
 from text.corpora import Reading
 from text.exams import Exam
+from text.targets import ANSWER_ROOM, SHOWN
 from text.tokenizer import Tokenizer
 
 LORA = "LoRA"  # the heading of its flags in --help
@@ -170,7 +175,7 @@ def finetune(script: Script) -> None:
     job, examples = prepare(run, parallel, process, script)
     if process.rank == 0:
         checkpoint.lock_run(run.directory, run.resume)
-    print_rank_zero(setup.describe_strategies(run, parallel, job, process))
+    print_rank_zero(describe_strategies(run, parallel, job, process))
     world, runner, work = train.split(run, parallel, job, process)
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     task = script.task(run, job, world, work, sample_text)
@@ -186,6 +191,47 @@ def finetune(script: Script) -> None:
         model += " --base-bits 4"
     print_rank_zero(f"generate:   python generate.py {model}{chat}")
     print_rank_zero(f"curves:     python report.py {shlex.quote(str(run.directory))}")
+
+
+def sample_answers(
+    model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
+) -> str:
+    """Return lines that show what a model answers to the first examples, and a line of means over
+    all answers: which share of them ends, how many tokens they have, and which share of tokens they
+    have in common with the true answers (the F1 score of two bags of tokens). Tokens are drawn at
+    random, since a small model that always takes the likeliest one soon repeats itself."""
+    if not examples:
+        return "no held-out prompt is short enough to show"
+    prompts = [prompt for prompt, _ in examples]
+    stop = tokenizer.stop
+    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
+    speaker = f"after {step} steps" if step else "base model"
+    lines = []
+    scores = []  # of each answer: whether it ends, its tokens, those of the true one, overlap
+    for (prompt, truth), answer in zip(examples, answers):
+        if len(scores) < SHOWN:
+            question = "" if step else tokenizer.decode(prompt)
+            lines.append(f"{question}--- {speaker}: {tokenizer.decode(answer)}")
+            lines.append(f"--- true answer: {truth}")
+        ids = [token for token in answer if token not in stop]
+        true_ids = tokenizer.encode(truth)
+        n_common = (Counter(ids) & Counter(true_ids)).total()
+        overlap = 2 * n_common / max(1, len(ids) + len(true_ids))
+        scores.append((len(ids) < len(answer), len(ids), len(true_ids), overlap))
+    ended, length, true_length, overlap = map(statistics.mean, zip(*scores))
+    score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
+    return "\n".join([*lines, f"--- {speaker}: of {len(scores)} answers {score} in common", "---"])
+
+
+def describe_strategies(
+    run: Finetuning, parallel: ParallelConfig, job: setup.Job, process: Process
+) -> str:
+    """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
+    not share the sequences."""
+    if process.size == parallel.tp * parallel.pp:
+        return ""
+    work = rules.work_of(run, parallel, job.whole, process, packed=True)
+    return f"per step, each rank would send: {sent_by_strategy(work, run.parallel.shard, process)}"
 
 
 def merge(run: Finetuning, job: setup.Job) -> Path:

@@ -76,6 +76,7 @@ from text.targets import SHOWN
 # be further, which --max-ratio bounds: a run warns if more than SHARE of a step's tokens are there.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
 SHARE = 1e-3
+REPLAYS = True  # training takes the experts that sampling has chosen
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,6 @@ class Rewarding(Finetuning):
                         "rewards", Path, required=True, metavar="FILE")
     chat: bool = flag(False, "a prompt is a user's message", "rewards")
     reward_workers: int = flag(1, "processes that call the function", "rewards", may_change=True)
-    skip_bad_rewards: bool = flag(False, "leave out groups with an answer whose reward is an "
-                                  "error or no number, and count them", "rewards")
     group: int = flag(8, "answers to each prompt, of the --batch", "rewards")
     max_new_tokens: int = flag(64, "tokens of an answer at most", "rewards")
     updates: int = flag(1, "steps of the optimizer for the answers of a step, which are split "
@@ -100,8 +99,6 @@ class Rewarding(Finetuning):
                             "training", "rewards", positive_float)
     kl: float | None = flag(None, "weight of KL(model, base) in the loss; 0 only measures it "
                             "(default: neither)", "rewards", nonnegative_float)
-    no_replay: bool = flag(False, "let experts be chosen anew in training, where rounding chooses "
-                           "others; by default they are those of sampling", "rewards")
     normalize: str = flag("none", "what advantages are divided by: none, or std, the standard "
                           "deviation of a group's rewards", "rewards", choices=["none", "std"])
     # fmt: on
@@ -206,7 +203,7 @@ class Rewards(Task):
         # Where a router sends tokens to different layers, rounding may send some elsewhere.
         routers = [layer for layer in self.job.model.modules() if hasattr(layer, "keeps_choices")]
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
-        self.replays = not self.run.no_replay and self.world.parallel.tp == 1
+        self.replays = REPLAYS and self.world.parallel.tp == 1
         for router in routers:
             router.keeps_choices = self.replays
         is_loose = routers and not self.replays and dtype == torch.float32
@@ -246,7 +243,7 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        if run.skip_bad_rewards:
+        if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
         lengths = [len(ids) + len(answer) for (ids, _), answer in zip(asked, answers)]
         self.tokens_of_step = sum(lengths) - len(lengths)  # the last is a target only
@@ -311,7 +308,7 @@ class Rewards(Task):
 
     def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str]:
         """Return the reward of each answer, the means of its parts if a reward has several, and a
-        line if an answer has no reward. With --skip-bad-rewards its reward is NaN."""
+        line if an answer has no reward. With --skip-bad its reward is NaN."""
         run = self.run
         records = [record for _, record in asked]
         texts = [self.text_of(answer) for answer in answers]
@@ -321,7 +318,7 @@ class Rewards(Task):
         for record, text in zip(records, with_progress(texts, "rewarding")):
             reply = next(replies)
             problem = reply.get("failed", "")
-            if problem and ("ended" in reply or not run.skip_bad_rewards):
+            if problem and ("ended" in reply or not run.skip_bad):
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
                 if "unexpected keyword argument" in problem:

@@ -32,6 +32,7 @@ from techniques.optimizers import peak_rate
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
 # was predicted, by kind_of their configuration (docs/calibrate.py).
 SPREAD = {"dp": 0.15, "tp": 0.21, "cp": 0.18, "pp": 0.21}
+MESHES = 12  # of which a plan is shown
 
 
 def kind_of(parallel: ParallelConfig) -> str:
@@ -83,11 +84,11 @@ class Question:
 
 
 def plan_cluster(
-    question: Question, top: int, tokens: float | None, json_file: Path | None, check: bool
+    question: Question, tokens: float | None, json_file: Path | None, check: bool
 ) -> str:
     """Return the output of `bench.py plan`: the best plan, what a run on `tokens` takes, and the
-    command; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
-    `check`, emulate the best.
+    command; then the best plan of each of MESHES meshes. With `json_file`, also write all plans to
+    it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable("--json", json_file)
@@ -105,7 +106,7 @@ def plan_cluster(
         sizes = tuple(getattr(plan.work.parallel, dim) for dim in DIMS)
         best_of_mesh.setdefault(sizes, plan)
     best = plans[0]
-    shown = list(best_of_mesh.values())[:top]
+    shown = list(best_of_mesh.values())[:MESHES]
     machine = question.machine
     lines = []
     if machine.caveat:
@@ -115,8 +116,8 @@ def plan_cluster(
         lines.append(about_run(best, tokens))
     lines += ["", *commands(best, question), ""]
     lines.append(
-        f"Of {len(plans):,} plans the best of {len(shown)} of {len(best_of_mesh)} meshes (more by "
-        f"--top, all by --json FILE):"
+        f"Of {len(plans):,} plans the best of {len(shown)} of {len(best_of_mesh)} meshes "
+        f"(all by --json FILE):"
     )
     lines += [*table(shown, machine), "", machine_in_words(machine)]
     if note := prediction_note(best.work.model.config):

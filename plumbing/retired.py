@@ -25,6 +25,7 @@ RETIRED = {
         f"use --schedule 1f1b, with which its runs resume, or interleaved; labs/pipeline teaches "
         f"it, and commit {LAST_COMMIT} trains by it, and resumes its runs"
     ),
+    ("--top",): "bench.py plan writes all plans to the file of --json",
     ("--every",): OF_DILOCO,
     ("--outer-lr",): OF_DILOCO,
     ("--outer-momentum",): OF_DILOCO,

@@ -7,13 +7,14 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import ParallelConfig
 from model import IGNORE, Llama
 from parallel import weights_at_hand
+from plumbing.devices import widest_float
 from plumbing.messages import UserError
-from techniques.decoding import check_length, generate, layers_that_choose
+from techniques.decoding import check_length, generate
 from text.batch import Batch
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
@@ -60,14 +61,60 @@ def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -
     return splits["train"], splits["val"]
 
 
+class Record:
+    """What a model computes of the tokens that it draws: log p, without temperature, top_k and
+    top_p; and what layers that keep their choices (techniques/technique.py) choose for tokens of
+    prompts and answers. It is written in place, as a GPU repeats steps (techniques/cuda_graph.py).
+    What stands after the end of an answer means nothing."""
+
+    def __init__(self, model: Llama, steps: int, rows: int):
+        device = next(model.parameters()).device
+        self.layers = layers_that_choose(model)
+        self.log_p = torch.zeros(steps, rows, dtype=widest_float(device), device=device)
+        self.of_prompts = []  # choices for pieces of distinct prompts [distinct, T, layers, K]
+        self.choices: Tensor | None = None  # at i: for answers' tokens i - 1 [steps, B, layers, K]
+
+    def read(self, piece: Tensor) -> None:
+        """Note the choices for a piece of the prompts [distinct, T]."""
+        if self.layers:
+            chosen = self.newest_choices()
+            self.of_prompts.append(chosen.unflatten(0, piece.shape))
+            self.choices = chosen.new_zeros(*self.log_p.shape, *chosen.shape[1:])
+
+    def computed(self, place: tuple[Tensor, Tensor]) -> None:
+        """Note the choices for the newest tokens; `place` has the step and the rows."""
+        if self.layers:
+            self.choices[place] = self.newest_choices()
+
+    def newest_choices(self) -> Tensor:
+        """Return the choices of the last forward [tokens, layers, K]."""
+        return torch.stack([layer.chosen for layer in self.layers], 1).short()
+
+    def drawn(self, place: tuple[Tensor, Tensor], logits: Tensor, tokens: Tensor) -> None:
+        """Note log p of tokens [rows], which were drawn from logits [rows, V]."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = wide.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        self.log_p[place] = log_p.to(self.log_p.dtype)
+
+    def choices_of(self, prompts: list[list[int]], answers: list[list[int]]) -> list[Tensor]:
+        """Return the choices for each token that training computes of prompt and answer: of each
+        row [tokens, layers, K]. The last token is none of them. Return [] without such layers."""
+        rows = []
+        of_prompts = torch.cat(self.of_prompts, 1) if self.layers else ()
+        distinct = [*dict.fromkeys(map(tuple, prompts))]
+        for i, (prompt, answer) in enumerate(zip(prompts, answers)):
+            if self.layers:
+                of_prompt = of_prompts[distinct.index(tuple(prompt)), -len(prompt) :]  # left-padded
+                rows.append(torch.cat([of_prompt, self.choices[1 : len(answer), i]]))
+        return rows
+
+
 class Sampled(NamedTuple):
     """Answers that were drawn, and what the model has computed of their tokens."""
 
     answers: list[list[int]]
     log_p: Tensor  # of the tokens of answers [B, tokens]
-    # Of each row [tokens, layers, K]: the experts that layers have chosen for each token of prompt
-    # and answer that training computes. Empty if no layer keeps its choices.
-    choices: list[Tensor]
+    choices: list[Tensor]  # as Record.choices_of returns them
 
 
 def sample(
@@ -81,7 +128,7 @@ def sample(
     """Return an answer to each prompt. Tokens are drawn at temperature 1 and without top_k and
     top_p, from the distribution that is trained; `numbers` seed them."""
     replay(model, None)
-    log_p, choices = [], []  # of each step of the sampling
+    record = Record(model, run.max_new_tokens, len(prompts))
     in_training = model.training
     model.eval()
     # Compiled blocks would cast their weights for every token, where autocast casts them once.
@@ -96,25 +143,16 @@ def sample(
             stop=stop,
             seed=run.seed,
             numbers=numbers,
-            log_p=log_p,
-            choices=choices,
+            record=record,
             compiled=compiled,
         )
     model.train(in_training)
-    return Sampled(answers, torch.stack(log_p, 1), choices_of_rows(prompts, answers, choices))
+    return Sampled(answers, record.log_p.T, record.choices_of(prompts, answers))
 
 
-def choices_of_rows(prompts: list, answers: list, choices: list[Tensor]) -> list[Tensor]:
-    """Return the choices of `stream` (techniques/decoding.py) as Sampled has them."""
-    if not choices:
-        return []
-    of_prompts, *of_tokens = choices
-    together = torch.cat([of_prompts, *(each[:, None] for each in of_tokens)], 1)
-    T = of_prompts.shape[1]
-    rows = []
-    for row, prompt, answer in zip(together, prompts, answers):
-        rows.append(row[T - len(prompt) : T + len(answer) - 1])  # prompts are left-padded
-    return rows
+def layers_that_choose(model: Llama) -> list[nn.Module]:
+    """Return the layers that keep what they choose for each token."""
+    return [layer for layer in model.modules() if getattr(layer, "keeps_choices", False)]
 
 
 def replay(model: Llama, batch: Batch | None) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import checkpoint
 from config import FLAGS, ParallelConfig, Work, decided
 from costs.page import sends
-from costs.search import choose_parallel, sent_by_strategy, usable_memory, what_would_fit
+from costs.search import choose_parallel, usable_memory, what_would_fit
 from data import Windows, open_windows
 from files.directories import check_tokenizer, find_checkpoint, newest_undamaged, read_config
 from files.loading import load_weights
@@ -211,15 +211,6 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
             f"ranks {ranks} begin with other weights than the first replica: give every node "
             f"the same files; draw weights from generator_for(name, seed), as init_weights does"
         )
-
-
-def describe_strategies(run: Run, parallel: ParallelConfig, job: Job, process: Process) -> str:
-    """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
-    not share the sequences."""
-    if process.size == parallel.tp * parallel.pp:
-        return ""
-    work = rules.work_of(run, parallel, job.whole, process, packed=True)
-    return f"per step, each rank would send: {sent_by_strategy(work, run.parallel.shard, process)}"
 
 
 def choose_split(

@@ -11,9 +11,7 @@ then calls `loss` for each microbatch, then `count`, then `finish_measures`; and
 """
 
 import contextlib
-import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +22,6 @@ from torch import Tensor
 from config import Totals, Work
 from costs.search import fits_unsharded
 from data import local_batch, read_ahead
-from model import Llama
 from parallel import World, weights_at_hand
 from plumbing.escaped import IN_LINES
 from plumbing.messages import print_rank_zero
@@ -35,8 +32,6 @@ from runs.setup import Job
 from techniques.decoding import generate
 from text.batch import Batch
 from text.order import Steps
-from text.targets import ANSWER_ROOM, SHOWN
-from text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -139,33 +134,3 @@ def sample_text(job: Job, prompt: str, step: int) -> str:
         job.model, [ids], 64, temperature=0.8, top_p=0.95, stop=tokenizer.stop, seed=step
     )
     return f"--- {prompt}{tokenizer.decode(tokens)}\n---"
-
-
-def sample_answers(
-    model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
-) -> str:
-    """Return lines that show what a model answers to the first examples, and a line of means over
-    all answers: which share of them ends, how many tokens they have, and which share of tokens they
-    have in common with the true answers (the F1 score of two bags of tokens). Tokens are drawn at
-    random, since a small model that always takes the likeliest one soon repeats itself."""
-    if not examples:
-        return "no held-out prompt is short enough to show"
-    prompts = [prompt for prompt, _ in examples]
-    stop = tokenizer.stop
-    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
-    speaker = f"after {step} steps" if step else "base model"
-    lines = []
-    scores = []  # of each answer: whether it ends, its tokens, those of the true one, overlap
-    for (prompt, truth), answer in zip(examples, answers):
-        if len(scores) < SHOWN:
-            question = "" if step else tokenizer.decode(prompt)
-            lines.append(f"{question}--- {speaker}: {tokenizer.decode(answer)}")
-            lines.append(f"--- true answer: {truth}")
-        ids = [token for token in answer if token not in stop]
-        true_ids = tokenizer.encode(truth)
-        n_common = (Counter(ids) & Counter(true_ids)).total()
-        overlap = 2 * n_common / max(1, len(ids) + len(true_ids))
-        scores.append((len(ids) < len(answer), len(ids), len(true_ids), overlap))
-    ended, length, true_length, overlap = map(statistics.mean, zip(*scores))
-    score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
-    return "\n".join([*lines, f"--- {speaker}: of {len(scores)} answers {score} in common", "---"])

@@ -67,8 +67,7 @@ def stream(
     stop: tuple[int, ...] = (),
     seed: int = 0,
     numbers: Sequence[int] | None = None,
-    log_p: list[Tensor] | None = None,
-    choices: list[Tensor] | None = None,
+    record=None,
     cache: KVCache | None = None,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
@@ -78,10 +77,7 @@ def stream(
     are left-padded. A prompt that several rows continue is read once. If the model is split over
     ranks, all ranks must call this with the same arguments.
     A row draws by random numbers of its own, a function of the seed and the row's number (by
-    default 0, 1, ...). If `log_p` is a list, it gets [B] for each step: log p of the tokens by the
-    model itself, without temperature, top_k and top_p; of finished rows it means nothing. If
-    `choices` is a list, it gets what layers that keep their choices (techniques/technique.py) have
-    chosen: first for prompts [B, T, layers, K], then for each token but the last [B, layers, K].
+    default 0, 1, ...). A `record` is told of what is computed of tokens (runs/answers.py).
     A `cache` has the first tokens of a single prompt, which are not read again. If the model's
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
     compiled."""
@@ -98,7 +94,7 @@ def stream(
         size = math.ceil(size / ROOM) * ROOM
     cache = cache or KVCache()
     cache.make_room(size)
-    batch = Continuation(model, cache, choose, uniform, log_p is not None)
+    batch = Continuation(model, cache, choose, uniform, record)
     batch.read(prompts)
     step = batch.repeated_step()
     drawn = 1  # tokens of each row, the first of them by `read`
@@ -106,10 +102,6 @@ def stream(
     is_running = [True] * len(prompts)
     while True:
         for tokens in batch.look(seen, drawn):
-            if log_p is not None:
-                log_p.append(batch.log_p[seen])
-            if choices is not None and batch.choosing:
-                choices.append(batch.choices[seen] if seen else batch.choices_of_prompts)
             seen += 1
             yield [token if runs else None for token, runs in zip(tokens, is_running)]
             is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
@@ -133,7 +125,7 @@ class Continuation:
     can repeat a step (techniques/cuda_graph.py), and the host waits for no token before it starts
     the next step: it looks at several at once, and drops those after a row's end."""
 
-    def __init__(self, model, cache: KVCache, choose: Callable, uniform: Tensor, with_log_p: bool):
+    def __init__(self, model, cache: KVCache, choose: Callable, uniform: Tensor, record):
         device = uniform.device
         self.model = model
         self.cache = cache
@@ -142,9 +134,8 @@ class Continuation:
         self.left = torch.arange(uniform.shape[1], device=device)  # rows of the batch
         self.count = torch.zeros(1, dtype=torch.int64, device=device)  # of steps taken
         self.tokens = torch.zeros_like(uniform, dtype=torch.int64)  # [steps, B], drawn
-        self.log_p = torch.zeros_like(uniform) if with_log_p else None  # [steps, B]
         self.are_finite = torch.tensor(True, device=device)  # all logits so far
-        self.choosing = layers_that_choose(model)
+        self.record = record
 
     def read(self, prompts: list[list[int]]) -> None:
         """Read prompts, each distinct one once, and draw the first token of every row."""
@@ -153,38 +144,26 @@ class Continuation:
         unread = slice(self.cache.seen, None)  # in a conversation the cache has a beginning
         pieces = tokens[:, unread].split(AT_A_TIME, 1)
         places = positions[:, unread].split(AT_A_TIME, 1)
-        choices = []
         with torch.compiler.set_stance("force_eager"):  # prompts have all lengths
             for piece, at in zip(pieces, places):
                 logits = self.model(piece, positions=at, cache=self.cache)
-                choices += self.newest_choices(piece)
+                if self.record:
+                    self.record.read(piece)
         prompt_of = [distinct.index(tuple(prompt)) for prompt in prompts]
         prompt_of = torch.tensor(prompt_of, device=self.left.device)
         if len(distinct) < len(prompts):
             self.cache.take(prompt_of)
         self.positions = positions[prompt_of, -1:]  # [rows, 1]
         self.newest = torch.zeros_like(self.positions)  # tokens [rows, 1]
-        if choices:
-            self.choices_of_prompts = torch.cat(choices, 1)[prompt_of]  # [B, T, layers, K]
-            shape = *self.uniform.shape, *choices[0].shape[2:]
-            self.choices = choices[0].new_zeros(shape)  # [steps, B, layers, K]
         self.draw(logits[prompt_of])
 
     def step(self) -> None:
         """Compute the logits of every row's newest token, and draw the next one."""
         self.positions += 1
         logits = self.model(self.newest, positions=self.positions, cache=self.cache)
-        for choices in self.newest_choices(self.newest):
-            self.choices[self.count, self.left] = choices.squeeze(1)
+        if self.record:
+            self.record.computed((self.count, self.left))
         self.draw(logits)
-
-    def newest_choices(self, tokens: Tensor) -> list[Tensor]:
-        """Return what layers have chosen for tokens [rows, T], in a list: [rows, T, layers, K]. It
-        is empty if no layer keeps its choices."""
-        if not self.choosing:
-            return []
-        chosen = torch.stack([layer.chosen for layer in self.choosing], 1)  # [rows T, layers, K]
-        return [chosen.unflatten(0, tokens.shape).to(torch.int16)]
 
     def repeated_step(self) -> Callable[[], None]:
         """Return `step` or, on a GPU, what repeats it for the rows that are left now."""
@@ -201,11 +180,8 @@ class Continuation:
         place = self.count, self.left
         tokens = self.choose(logits, uniform=self.uniform[place])  # [rows]
         self.tokens[place] = tokens
-        if self.log_p is not None:
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_p_of_all = wide.log_softmax(-1)  # [rows, V]
-            log_p = log_p_of_all.gather(1, tokens[:, None]).squeeze(1)
-            self.log_p[place] = log_p.to(self.log_p.dtype)
+        if self.record:
+            self.record.drawn(place, logits, tokens)
         self.are_finite &= logits.amax(1).isfinite().all()
         self.newest.copy_(tokens[:, None])
         self.count += 1
@@ -225,11 +201,6 @@ class Continuation:
         self.left = self.left[places]
         self.positions = self.positions[places]
         self.newest = self.newest[places]
-
-
-def layers_that_choose(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that keep what they choose for each token (techniques/technique.py)."""
-    return [layer for layer in model.modules() if getattr(layer, "keeps_choices", False)]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from model import Llama, LlamaConfig
 from parallel import weights_at_hand
 from perf.generation import bytes_of_step
 from plumbing.messages import UserError
+from runs.answers import Record
 from techniques import cuda_graph, decoding
 from techniques.cuda_graph import Repeated, Waits
 from techniques.decoding import generate, sample
@@ -314,12 +315,11 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
     options = dict(max_new_tokens=21, top_p=0.9, stop=(5, 6, 7, 8, 9))
     expected = generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
-    log_p = [], []
-    generate(model, PROMPTS, log_p=log_p[0], **options)
+    records = [Record(model, 21, len(PROMPTS)) for _ in range(2)]
+    generate(model, PROMPTS, record=records[0], **options)
     monkeypatch.setattr(decoding, "LOOK_AFTER", {})
-    assert generate(model, PROMPTS, log_p=log_p[1], **options) == expected
-    one, several = map(torch.stack, log_p)
-    assert one.shape == several.shape
+    assert generate(model, PROMPTS, record=records[1], **options) == expected
+    one, several = (record.log_p for record in records)
     for row, answer in enumerate(expected):
         length = len(answer)
         torch.testing.assert_close(one[:length, row], several[:length, row], rtol=0, atol=1e-12)
@@ -327,12 +327,12 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
 
 def test_log_p_is_that_of_the_whole_forward():
     model = build(SMALL)
-    log_p = []
-    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=(5, 6, 7, 8, 9), log_p=log_p)
+    record = Record(model, 12, len(PROMPTS))
+    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=(5, 6, 7, 8, 9), record=record)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers)):
         logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        found = torch.stack(log_p)[: len(answer), row]
+        found = record.log_p[: len(answer), row]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -357,13 +357,13 @@ class Casts(TorchDispatchMode):
 def test_autocast_casts_each_weight_once():
     model = build(SMALL).float()
     model.compute_dtype = torch.bfloat16
-    log_p = [], []
+    records = [Record(model, 8, len(PROMPTS)) for _ in range(2)]
     with Casts() as for_each_token:
-        expected = generate(model, PROMPTS, 8, log_p=log_p[0])
+        expected = generate(model, PROMPTS, 8, record=records[0])
     parallel = ParallelConfig(dtype=torch.bfloat16)
     with weights_at_hand(model, parallel), Casts() as once:
-        assert generate(model, PROMPTS, 8, log_p=log_p[1]) == expected
-    assert torch.equal(*map(torch.stack, log_p))
+        assert generate(model, PROMPTS, 8, record=records[1]) == expected
+    assert torch.equal(records[0].log_p, records[1].log_p)
     matrices = 7 * SMALL.n_layers + 1
     assert once.number == matrices
     assert for_each_token.number == 8 * matrices

@@ -1,0 +1,372 @@
+"""Runs of rewards.py, and what it reads. That its gradients are those of the formula on every split
+is test_exact.py's."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from conftest import (
+    alone,
+    changed_copy,
+    launch,
+    metrics,
+    refused,
+    slow,
+    succeed,
+)
+from test_chat import BYTES
+from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
+from test_formats import our_model, stored
+from test_train import as_flags, resumes, same_losses
+
+from files.conversion import write_checkpoint
+from model import IGNORE
+from models.family import families
+from plumbing.messages import UserError
+from rewards import Rewarding, Rewards, advantages_of
+from runs.answers import Answers
+from text.batch import Batch
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Flags of a short run: of a model some of whose answers end, and a reward of their text."""
+    path = tmp_path_factory.mktemp("given")
+    model = our_model(CONFIG, torch.float64, seed=5, factor=2, norms=(1, 1))
+    with torch.no_grad():
+        model.output.weight[BYTES.stop[0]] *= 4
+    write_checkpoint(path / "base", CONFIG, stored(model), BYTES)
+    lines = [json.dumps(dict(prompt=f"{i}?", truth=str(i))) for i in range(9)]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    (path / "reward.py").write_text(
+        "def reward(prompt, answer, truth):\n"
+        "    assert prompt == truth + '?'\n"
+        "    return len(answer) + sum(map(ord, answer)) % 7 / 7\n"
+    )
+    return dict(
+        init=path / "base",
+        data=path / "prompts.jsonl",
+        reward=path / "reward.py",
+        steps=4,
+        batch=8,
+        lr=1e-3,
+        warmup=2,
+        save_every=2,
+        keep=0,
+        eval_every=2,
+        dtype="float64",
+        seq_len=96,
+        max_new_tokens=6,
+    )
+
+
+def command(given: dict, out, **more) -> list:
+    return ["rewards.py", *as_flags(given | dict(out=out) | more)]
+
+
+SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        slow(dict(dp="fsdp"), {}),
+        (dict(tp=2), dict(dora=True)),
+        (dict(cp=2), {}),
+        (dict(dp="fsdp"), SEVERAL | dict(kl=0.1)),
+        (dict(dp="zero1"), SEVERAL | dict(all_weights=True)),
+        slow(dict(cp=2), SEVERAL | dict(dora=True, kl=0)),
+        slow(dict(dp="ddp", compile=True), SEVERAL | dict(kl=0.1)),
+        slow(dict(tp=2), SEVERAL | dict(kl=0.1)),
+        slow(dict(pp=2, schedule="gpipe"), SEVERAL | dict(kl=0.1)),
+        slow(dict(dp="fsdp", offload=True, reshard="all"), SEVERAL | dict(all_weights=True)),
+    ],
+)
+def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
+    """With FSDP a group is on both ranks. A resumed run ends the same in every bit."""
+    succeed(*command(given, tmp_path / "one", **more))
+    on_two = command(given, tmp_path / "two", **mesh, **more, microbatch=1)
+    out = succeed(*on_two, nproc=2).out
+    same_run(tmp_path / "two", tmp_path / "one", step=4)
+    names = {"reward", "mixed", "end", "length", "mean_log_ratio", "clipped", "entropy"}
+    if "kl" in more:
+        names.add("kl")
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one")):
+        for name in theirs.keys() & {*names, "val_reward"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-12, abs=1e-12), name
+        assert theirs.keys() >= names
+        assert ours["log_ratio"] < 1e-12 or "updates" in more
+    assert metrics(tmp_path / "one")[0]["tokens"] <= 8 * (2 + 6)  # an answer has six at most
+    assert "step 4: validation loss" in out and "val_reward" in metrics(tmp_path / "two")[-1]
+    resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
+
+
+@pytest.mark.parametrize("when", ["rewarding", "updating"])
+def test_a_kill_loses_no_step_that_was_saved(given, tmp_path, when):
+    """In the middle of step 3, whose answers are rewarded, or of which the first of two updates is
+    done. The run that goes on ends in the bits of one that nobody has stopped."""
+    more = SEVERAL | dict(save_every=1, eval_every=0)
+    out = tmp_path / "out"
+    succeed(*command(given, tmp_path / "whole", **more))
+    edits = {}
+    if when == "updating":
+        line = "run.clip, world, step)\n"
+        edits = {line: f"{line}                step == 3 and os.kill(os.getpid(), 9)\n"}
+        edits["import math\n"] = "import math\nimport os\n"
+    else:
+        (tmp_path / "kills.py").write_text(
+            f"{given['reward'].read_text()}\n"
+            "import os\nright, calls = reward, []\n"
+            "def reward(**given):\n    calls.append(1)\n"
+            "    if len(calls) == 20:\n        os.kill(os.getppid(), 9)\n"
+            "    return right(**given)\n"
+        )
+        more |= dict(reward=tmp_path / "kills.py")
+    within = changed_copy(tmp_path / "copy", edits=edits, file="train")
+    assert launch(*within, *command(given, out, **more)).code == -9
+    assert [path.name for path in sorted(out.glob("step-*"))] == ["step-00000001", "step-00000002"]
+    more |= dict(reward=given["reward"])
+    resumed = succeed(*command(given, out, **more, resume=True))
+    assert "resumed from" in resumed.out
+    same_losses(metrics(out), metrics(tmp_path / "whole"))
+    for name, weight in last_factors(tmp_path / "whole").items():
+        assert torch.equal(weight, last_factors(out)[name]), name
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        slow(dict(dp="fsdp")),
+        slow(dict(tp=2)),
+        slow(dict(pp=2, schedule="gpipe", microbatch=1)),
+    ],
+)
+def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
+    """Steps of sampling are compiled, too. Evaluations are of other numbers of answers."""
+    succeed(*command(given, tmp_path / "eager"))
+    compiled = command(given, tmp_path / "compiled", compile=True, **mesh)
+    succeed(*compiled, nproc=2 if mesh else 0)
+    same_run(tmp_path / "compiled", tmp_path / "eager", step=4)
+    for ours, theirs in zip(metrics(tmp_path / "compiled"), metrics(tmp_path / "eager")):
+        assert ours["reward"] == pytest.approx(theirs["reward"], rel=1e-12)
+        assert ours["log_ratio"] < 1e-12
+
+
+@pytest.fixture(scope="module")
+def given_experts(given, tmp_path_factory):
+    """The same flags for models with experts, by family."""
+    found = {}
+    latents = dict(n_shared=1, n_groups=2, top_groups=1, n_dense=1, dense_dim=40)
+    latents |= dict(q_rank=16, kv_rank=16, rope_dim=4, value_dim=8)
+    for family, of_family in (("mixtral", {}), ("deepseek_v3", latents)):
+        sizes = dict(asdict(CONFIG), n_layers=3, tie_embeddings=False, **of_family)
+        model = our_model(families()[family].config(**sizes), torch.float64, seed=5, factor=2)
+        with torch.no_grad():
+            model.output.weight[BYTES.stop[0]] *= 4
+        path = tmp_path_factory.mktemp(family) / "base"
+        write_checkpoint(path, model.config, stored(model), BYTES)
+        found[family] = given | dict(init=path, max_new_tokens=9)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, nproc, more",
+    [
+        ("mixtral", 2, dict(dp="fsdp", ep=2, all_weights=True, updates=2, group=4)),
+        ("deepseek_v3", 0, dict(all_weights=True, microbatch=4, checkpointing="full")),
+        slow("mixtral", 2, dict(cp=2, microbatch=2, updates=2, group=4, targets="wq")),
+        slow("mixtral", 2, dict(pp=2, microbatch=2, checkpointing="full", targets="wq")),
+        slow(
+            "deepseek_v3", 2, dict(pp=2, microbatch=2, checkpointing="selective", all_weights=True)
+        ),
+        slow("mixtral", 0, dict(compile=True, checkpointing="full", all_weights=True)),
+    ],
+)
+def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, family, nproc, more):
+    """Also where forward is computed again. In training routers are told to prefer other experts:
+    without a replay they do, and the run is refused."""
+    edits = {"experts = ranking.detach().topk(": "experts = wrong(self, ranking).topk("}
+    edits["class Router(nn.Linear):"] = (
+        "def wrong(layer, ranking):\n"
+        "    return -ranking.detach() if layer.training else ranking.detach()\n\n\n"
+        "class Router(nn.Linear):"
+    )
+    within = changed_copy(tmp_path / "copy", edits=edits, file="experts")
+    # The check before a run would call such a router changed.
+    equal = tmp_path / "copy/runs/setup.py"
+    equal.write_text(equal.read_text().replace("    check_model(", "    0 and check_model("))
+    given = given_experts[family]
+    succeed(*command(given, tmp_path / "one", **(more if nproc == 0 else one_process(more))))
+    wrong = command(given, tmp_path / "two", **more)
+    succeed(*within, *wrong, nproc=nproc)
+    same_run(tmp_path / "two", tmp_path / "one", step=4)
+    assert all(row["log_ratio"] < 1e-9 or "updates" in more for row in metrics(tmp_path / "two"))
+    chosen_anew(tmp_path / "copy/rewards.py")
+    anew = command(given, tmp_path / "anew", **more)
+    refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
+
+
+def chosen_anew(rewards: Path) -> None:
+    """Let rewards.py train with the experts that are best in training."""
+    rewards.write_text(rewards.read_text().replace("REPLAYS = True", "REPLAYS = False"))
+
+
+def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_path):
+    """Chosen anew, rounding sends some tokens to other experts: that is said once, and such a token
+    weighs no more than --max-ratio."""
+    largest = {}
+    sizes = dict(asdict(CONFIG), n_layers=4, dim=64, ffn_dim=96, tie_embeddings=False)
+    mixture = families()["mixtral"].config(**sizes)
+    for name, config in (("dense", replace(CONFIG, **sizes)), ("mixture", mixture)):
+        model = our_model(config, seed=5, factor=8)
+        write_checkpoint(tmp_path / name, config, stored(model), BYTES)
+    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=64, steps=3, lr=1e-5)
+    more |= dict(eval_every=0, save_every=0)
+    within = changed_copy(tmp_path / "copy")
+    chosen_anew(tmp_path / "copy/rewards.py")
+    for name, model, script in (
+        ("dense", "dense", ()),
+        ("mixture", "mixture", ()),
+        ("anew", "mixture", within),
+    ):
+        ours = command(given, tmp_path / f"out-{name}", init=tmp_path / model, **more)
+        result = succeed(*script, *ours)
+        largest[name] = max(row["log_ratio"] for row in metrics(tmp_path / f"out-{name}"))
+        warnings = result.err.count("of a step's tokens differs between sampling and training by")
+        assert warnings == (name == "anew")
+    assert largest["mixture"] < 3 * largest["dense"] < math.log(2) < largest["anew"]
+
+
+def one_process(more: dict) -> dict:
+    """Return what is left of flags where one process computes all."""
+    return {name: value for name, value in more.items() if name not in ("dp", "ep", "cp", "pp")}
+
+
+@pytest.mark.parametrize("kl, corrected", [(None, False), (None, True), (0.3, False)])
+def test_trl_computes_the_same_loss_of_rewards(kl, corrected):
+    """And its gradient: clipped ratios; with --kl, the estimate of KL times the ratio; truncated
+    importance weights, which trl has for answers of vLLM."""
+    trl = pytest.importorskip("trl")
+    torch.manual_seed(0)
+    shape = 6, 9
+    now, old, sampled, of_base = -3 + torch.randn(4, *shape, dtype=torch.float64) / 2
+    now.requires_grad_(True)
+    mask = torch.rand(shape) < 0.7
+    advantages = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    if not corrected:
+        sampled = old
+    values = dict(
+        old_log_p=old * mask,
+        sampled_log_p=sampled * mask,
+        advantage=advantages[:, None] * mask,
+        base_log_p=of_base * mask,
+    )
+    task = Rewards.__new__(Rewards)
+    task.run = Rewarding(reward=None, kl=kl)
+    task.sums, task.largest, task.furthest, task.tolerance = Counter(), 0.0, 0.0, math.inf
+    targets = torch.where(mask, 1, IGNORE)
+    loss = task.loss(-now * mask, Batch(targets, targets, None, 0, target_values=values))
+    (gradient,) = torch.autograd.grad(loss, now)
+
+    stub = MagicMock()
+    stub.use_vllm = stub.vllm_importance_sampling_correction = corrected
+    stub.aux_loss_enabled = False
+    stub.off_policy_mask_threshold = stub.args.delta = None
+    stub.top_entropy_quantile = 1.0
+    stub.use_adaptive_entropy, stub.entropy_coef = False, 0.0
+    stub.importance_sampling_level, stub.loss_type = "token", "dr_grpo"
+    stub.beta, stub.args.use_bias_correction_kl = kl or 0.0, True
+    stub.epsilon_low, stub.epsilon_high = 0.2, 0.28
+    stub.max_completion_length = stub.current_gradient_accumulation_steps = 1
+    stub._get_per_token_logps_and_entropies.return_value = now, torch.zeros(shape), None
+    stub.accelerator.gather = lambda x: x
+    inputs = dict(
+        prompt_ids=targets,
+        prompt_mask=mask,
+        completion_ids=targets,
+        completion_mask=mask,
+        advantages=advantages,
+        old_per_token_logps=old,
+        ref_per_token_logps=of_base,
+        importance_sampling_ratio=(old - sampled).exp().clamp(max=2),
+    )
+    theirs = trl.GRPOTrainer._compute_loss(stub, stub.model, inputs) * len(mask)
+    (their_gradient,) = torch.autograd.grad(theirs, now)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-12)
+    assert torch.allclose(gradient, their_gradient, rtol=1e-12, atol=1e-14)
+    assert 0 < task.sums["clipped"] < task.sums["tokens"] == mask.sum()
+
+
+def test_advantages():
+    rewards = torch.tensor([[0, 0, 1, 3], [0.1] * 4, [1, 2, 3, math.nan]], dtype=torch.float64)
+    advantages, is_mixed = advantages_of(rewards, "none")
+    assert advantages.tolist() == [[-1, -1, 0, 2], [0] * 4, [0] * 4]
+    assert is_mixed.tolist() == [True, False, False]
+    normalized, _ = advantages_of(rewards, "std")
+    assert normalized[0].tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0, 2**0.5])
+    assert not normalized[1:].any()
+    # Rounded, the mean of equal rewards may differ from them.
+    thirds = torch.full((1, 7), 1 / 3, dtype=torch.float32)
+    assert not advantages_of(thirds, "std")[0].any()
+
+
+def test_an_answer_that_does_not_end_is_none():
+    """And the end of another is a target, but no text of it. Models may have more ids than there
+    are tokens, and draw them."""
+    stop, *_ = BYTES.stop
+    task = Rewards.__new__(Rewards)
+    task.job = SimpleNamespace(tokenizer=BYTES)
+    answers = [[*b"7", stop], [*b"77", 9999]]
+    assert [task.text_of(answer) for answer in answers] == ["7", ""]
+    prompts = [[1], [1, 2]]
+    log_p = -torch.arange(6.0).view(2, 3)
+    advantages = torch.tensor([0.5, -0.5])
+    dataset = Answers(prompts, answers, log_p, advantages, [True, True], BYTES)
+    batch = dataset.batch([0, 1])
+    assert batch.targets.tolist() == [[*b"7", stop, IGNORE, IGNORE], [IGNORE, *b"77", 9999]]
+    values = {name: tensor.tolist() for name, tensor in batch.target_values.items()}
+    assert values["advantage"] == [[0.5, 0.5, 0.0, 0.0], [0.0, -0.5, -0.5, -0.5]]
+    assert values["sampled_log_p"] == [[0.0, -1.0, 0.0, 0.0], [0.0, -3.0, -4.0, -5.0]]
+    assert values["begins"] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("far, share, is_refused", [
+    (4, 0.1, False), (5, 0.1, True), (0, 0.0, False), (1, 0.0, True),
+])  # fmt: skip
+def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_refused):
+    """Where rounding may send a token to another expert; elsewhere none."""
+    task = Rewards.__new__(Rewards)
+    task.world = alone(dtype=torch.float32)
+    task.job = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    task.run = Rewarding(reward=None)
+    task.measured = {}
+    task.sums = Counter()
+    task.largest = task.furthest = 0.0
+    task.tolerance = 0.01
+    task.may_be_far = share
+    task.only_warns = False
+    sampled_log_p = torch.zeros(1, 45)
+    sampled_log_p[0, :far] = 0.05
+    values = dict(sampled_log_p=sampled_log_p, advantage=torch.ones(1, 45))
+    tokens = torch.ones(1, 45, dtype=torch.int64)
+    task.loss(torch.zeros(1, 45), Batch(tokens, tokens, None, 0, target_values=values))
+    if is_refused:
+        with pytest.raises(
+            UserError, match=r"between sampling and training by more than 0.01, at most by 0\.05"
+        ):
+            task.finish_measures(None)
+    else:
+        assert task.finish_measures(None)["log_ratio"] == pytest.approx(0.05 if far else 0)
+
+
+def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
+    edits = {"self.whole.slots, v)": "self.whole.slots, 1.01 * v)"}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="kv_cache")
+    refused(launch(*within, *command(given, tmp_path / "out")), "between sampling and training")
