@@ -60,7 +60,6 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import (
     Parser,
     add_flags,
-    nonnegative_int,
     parse,
     positive_float,
     positive_int,
@@ -80,6 +79,15 @@ from text.order import Order, Steps
 DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = "finetune_lora", "preferences", "rewards"  # that `step --lora` measures
 PARALLELISM = "parallelism: only plans with the given values"
+
+
+def cluster(text: str) -> tuple[int, int]:
+    """Argument type: GPUs of a cluster, or NODESxGPUS. Return all GPUs, and those of a node."""
+    nodes, _, gpus = text.rpartition("x")
+    if nodes:
+        return positive_int(nodes) * positive_int(gpus), positive_int(gpus)
+    return positive_int(gpus), min(8, positive_int(gpus))
+
 
 # fmt: off
 
@@ -169,17 +177,14 @@ class Plan(Report):
     """Predicted cost of every way to distribute a model over a cluster."""
 
     model: str = flag("llama3.1-8b", "preset, or FILE.py", metavar="NAME")
-    gpus: int = flag(8, "GPUs of the whole cluster")
-    per_node: int = flag(8, "GPUs of a node")
+    gpus: tuple[int, int] = flag((8, 8), "GPUs of the whole cluster, 8 of them in a node; or "
+                                 "NODESxGPUS, as 4x4 (default: 8)", type=cluster)
     gpu: str = flag("h100", f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, memory "
                     "bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s")
     link: str = flag("400gbit", "speed of the link from each GPU to other nodes, such as 400gbit "
                      "or 50GB")
     batch: int | None = flag(None, "sequences per step (default: 2 per GPU)", type=positive_int)
     seq_len: int = flag(8192, "tokens per sequence")
-    document_length: int = flag(0, "tokens per document, where a sequence holds several and "
-                                "attention stays within them; 0 for whole sequences",
-                                type=nonnegative_int)
     tokens: float | None = flag(None, "also print the days and GPU-hours to train on so many "
                                 "tokens, such as 15e12", type=positive_float)
     lora: str | None = flag(None, "train adapters as this script does, which changes what a step "
@@ -346,7 +351,8 @@ def plan(asked: Plan) -> str:
     from perf.plan import Question, plan_cluster  # here, since no other command needs it
 
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
-    machine = assumed_machine(asked.gpu, asked.link, asked.per_node, "cudnn")
+    gpus, per_node = asked.gpus
+    machine = assumed_machine(asked.gpu, asked.link, per_node, "cudnn")
     dtype = as_json(asked.parallel.dtype)
     if dtype != "bfloat16" and asked.gpu.lower() in GPUS:
         raise UserError(
@@ -356,16 +362,15 @@ def plan(asked: Plan) -> str:
     work = Work(
         model=model_of(asked),
         parallel=decided(asked.parallel),
-        batch=asked.batch or 2 * asked.gpus,
+        batch=asked.batch or 2 * gpus,
         microbatch=1,
         seq_len=asked.seq_len,
-        document=asked.document_length,
         on_gpu=True,
         references=int(asked.lora == "preferences"),
     )
     wanted = {name: getattr(asked.parallel, name) for name in LAYOUTS}
     wanted["microbatch"] = asked.microbatch
-    question = Question(asked.model, work, machine, asked.gpus, wanted)
+    question = Question(asked.model, work, machine, gpus, wanted)
     return plan_cluster(question, asked.tokens, asked.json, asked.check)
 
 

@@ -60,19 +60,17 @@ class Question:
         reason = self.machine.refuses(work.parallel)
         if reason:
             raise UserError(f"no plan: {reason}")
-        if self.gpus > per_node and self.gpus % per_node:
+        if self.gpus % per_node:
             nodes = math.ceil(self.gpus / per_node)
             raise UserError(
-                f"--gpus {self.gpus} is no multiple of --per-node {per_node}: give --gpus "
-                f"{nodes * per_node} for {nodes} full nodes"
+                f"--gpus {self.gpus} is no multiple of {per_node}, which a node has: give --gpus "
+                f"{nodes * per_node} for {nodes} full nodes, or NODESxGPUS"
             )
         if work.seq_len > longest:
             raise UserError(
                 f"--seq-len {work.seq_len} is longer than the {longest} tokens of {self.preset}: "
                 f"give at most {longest}"
             )
-        if work.document > work.seq_len:
-            raise UserError(f"--document-length {work.document} exceeds --seq-len {work.seq_len}")
 
     @property
     def in_4_bits(self) -> bool:
@@ -149,7 +147,7 @@ def describe_best(plan: Plan, question: Question) -> str:
         kind = "DoRA" if lora.dora else "LoRA"
         bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
-    flops = flops_per_token(work.model, work.document or work.seq_len) * plan.tokens_per_second
+    flops = flops_per_token(work.model, work.seq_len) * plan.tokens_per_second
     mfu = flops / plan.machine.peak
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
@@ -212,7 +210,6 @@ def commands(plan: Plan, question: Question) -> list[str]:
         what += " --dora" if lora.dora else ""
     else:
         what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
-        what += " --document-mask" if work.document else ""  # which conversations always have
     what += f" --lr {peak_rate(job, build_on_meta(work.model.config)):g}"
     train = (
         f"{what} --out out/{question.preset} --batch {work.batch} --microbatch {work.microbatch} "

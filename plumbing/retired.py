@@ -26,6 +26,8 @@ RETIRED = {
         f"it, and commit {LAST_COMMIT} trains by it, and resumes its runs"
     ),
     ("--top",): "bench.py plan writes all plans to the file of --json",
+    ("--document-length",): "bench.py plan predicts whole sequences",
+    ("--per-node",): "give --gpus NODESxGPUS, as 4x4",
     ("--every",): OF_DILOCO,
     ("--outer-lr",): OF_DILOCO,
     ("--outer-momentum",): OF_DILOCO,

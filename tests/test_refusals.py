@@ -122,8 +122,9 @@ REFUSALS = """
 1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
 # ------------------------------------------------------------------------------ bench.py plan
 1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
-1 | plan --document-length 9000 | exceeds --seq-len 8192
-1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
+1 | plan --gpus 12 | is no multiple of 8, which a node has: give --gpus 16 for 2 full nodes
+1 | plan --gpus 4x | --gpus: expected an integer of at least 1
+1 | plan --gpus 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'

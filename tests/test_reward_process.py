@@ -4,9 +4,11 @@
 import json
 import math
 import re
+import runpy
 
 import pytest
 from conftest import (
+    ROOT,
     changed_copy,
     launch,
     metrics,
@@ -18,6 +20,7 @@ from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F
 from test_rewards import command, given  # noqa: F401
 from test_train import same_losses
 
+three_rewards = runpy.run_path(str(ROOT / "docs/three_rewards.py"))
 REWARDS = {  # a file, and flags
     "each": ("def reward(prompt, answer, truth):\n    return value(answer)\n", {}),
     "by three": ("def reward(prompt, answer, truth):\n    return value(answer)\n",
@@ -48,6 +51,22 @@ def test_rewards_may_be_given_in_several_ways(given, tmp_path):
         assert [row["reward"] for row in rows] == [row["reward"] for row in runs["each"]], name
     for row in runs["in parts"]:
         assert row["reward"] == pytest.approx(row["reward_length"] + row["reward_rest"])
+
+
+@pytest.mark.parametrize("answer, truth, parts", [
+    ("<think>6 x 12</think> #### 72", "6 x 12 = 72 #### 72", (1, 0.2, 0.1)),
+    ("It is $1,072.50.", "#### 1072.5", (1, 0, 0.1)),
+    ("72 #### 71", "72", (0, 0, 0)),
+    ("<think></think> 72", "#### 72", (1, 0, 0.1)),
+    ("<think>a<think>b</think> 72", "#### 72", (1, 0, 0.1)),
+    ("<think>a</think>", "#### 72", (0, 0, 0)),
+    ("", "#### 72", (0, 0, 0)),
+    ("x" * 798 + "72", "-72", (0, 0, 0)),
+    ("x" * 797 + "-72", "-72", (1, 0, 0.05)),
+])  # fmt: skip
+def test_rewards_to_copy(answer, truth, parts):
+    given = three_rewards["reward"]("?", answer, truth, more=1)
+    assert tuple(given.values()) == pytest.approx(parts)
 
 
 def test_groups_with_bad_rewards_are_left_out(given, tmp_path):
