@@ -46,9 +46,9 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_722, "bench": 97_477,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 29_730, "techniques": 25_762, "costs": 9_143, "perf": 12_285, "runs": 16_803,
+    "top": 29_784, "techniques": 25_762, "costs": 9_143, "perf": 12_285, "runs": 16_803,
     "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_292, "labs": 63_258,
-    "tests": 148_974, "docs": 10_195,
+    "tests": 148_993, "docs": 10_195,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
