@@ -72,10 +72,9 @@ from text.order import Steps, window_of
 from text.packing import Rows
 from text.targets import SHOWN
 
-# How far rounding may take log p of a token in training from that in sampling. In bfloat16 it may
-# be further, which --max-ratio bounds: a run warns if more than SHARE of a step's tokens are there.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
-SHARE = 1e-3
+# How far rounding takes log p of a token in training from that in sampling, at most.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.log(2)}
+WARN_ABOVE = 1e-3  # share of a step's tokens that are further, in bfloat16
 REPLAYS = True  # training takes the experts that sampling has chosen
 
 
@@ -199,16 +198,16 @@ class Rewards(Task):
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
         self.largest = self.furthest = 0.0  # |log ratio| of a token since then: all, by rounding
         dtype = self.world.parallel.dtype
-        self.tolerance = TOLERANCE.get(dtype, math.log(self.run.max_ratio))
-        # Where a router sends tokens to different layers, rounding may send some elsewhere.
-        routers = [layer for layer in self.job.model.modules() if hasattr(layer, "keeps_choices")]
+        self.tolerance = TOLERANCE[dtype]
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
         self.replays = REPLAYS and self.world.parallel.tp == 1
+        routers = [layer for layer in self.job.model.modules() if hasattr(layer, "keeps_choices")]
         for router in routers:
             router.keeps_choices = self.replays
-        is_loose = routers and not self.replays and dtype == torch.float32
-        self.may_be_far = 0.1 if is_loose else 0.0  # share of tokens
-        self.only_warns = dtype not in TOLERANCE
+        # Where a router chooses anew, rounding may send some tokens elsewhere.
+        chooses_anew = routers and not self.replays and dtype == torch.float32
+        self.may_be_far = 0.1 if chooses_anew else 0.0  # share of a step's tokens
+        self.only_warns = dtype == torch.bfloat16
         self.has_warned = False
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
@@ -278,7 +277,7 @@ class Rewards(Task):
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Sampled, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, what this rank has sampled, and the rewards of all answers, NaN where one is
-        missing; begin `measured`. Rank 0 computes rewards, since they may be random. If one fails,
+        missing; begin `measured` and `seconds`. Rank 0 computes rewards, since they may be random. If one fails,
         raise Stopped on all ranks."""
         world = self.world
         started = time.perf_counter()
@@ -301,6 +300,8 @@ class Rewards(Task):
         self.measured = {
             "reward": rewards.nanmean().item(),
             **parts,
+        }
+        self.seconds = {
             "sampling_seconds": ended - started,
             "rewarding_seconds": time.perf_counter() - ended,
         }
@@ -379,12 +380,9 @@ class Rewards(Task):
         replay(self.job.model, None)
         if not self.job.model.training:  # an evaluation, without a loss of tokens
             return self.measured
-        names = [
-            "mean_log_ratio",
-            "clipped",
-            "entropy",
-            *(["kl"] if self.run.kl is not None else []),
-        ]
+        names = ["clipped", "entropy", "mean_log_ratio"]
+        if self.run.kl is not None:
+            names.append("kl")
         mine = [self.largest, self.furthest]
         mine += [self.sums[name] for name in ("tokens", "far", *names)]
         largest, furthest, *sums = self.world.all_gather_scalars(mine).unbind(1)  # [ranks] each
@@ -393,7 +391,7 @@ class Rewards(Task):
         self.largest = self.furthest = 0.0
         self.check_distance(far / tokens, furthest.max().item())
         means = {name: value / tokens for name, value in zip(names, sums)}
-        return self.measured | {"log_ratio": largest.max().item()} | means
+        return self.measured | means | {"log_ratio": largest.max().item()} | self.seconds
 
     def check_distance(self, share: float, furthest: float) -> None:
         """Raise UserError, or warn in bfloat16, if too large a share of a step's tokens are further
@@ -401,7 +399,7 @@ class Rewards(Task):
         distance."""
         found = f"log p of {share:.2%} of a step's tokens differs between sampling and training"
         found += f" by more than {self.tolerance:.2g}, at most by {furthest:.2g}"
-        if self.only_warns and share > SHARE and not self.has_warned:
+        if self.only_warns and share > WARN_ABOVE and not self.has_warned:
             self.has_warned = True
             print_rank_zero(f"warning: {found}: --max-ratio bounds its weight", file=sys.stderr)
         if not self.only_warns and share > self.may_be_far:

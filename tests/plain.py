@@ -116,9 +116,9 @@ def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -
 
 
 def plain_rewards(bare: Llama, weights: dict) -> tuple:
-    """Return the mean loss of scored_answers, a token at a time, their number, and measures: the
-    largest and the mean difference between the sampler's log p and ours, the share of tokens that
-    are clipped, the means of -log p and of the distance to the base."""
+    """Return the mean loss of scored_answers, a token at a time, their number, and measures:
+    the share of tokens that are clipped; the means of -log p, of the difference between the
+    sampler's log p and ours, and of the distance to the base; and the largest difference."""
     total = 0
     gaps = []
     clipped = []
@@ -140,8 +140,8 @@ def plain_rewards(bare: Llama, weights: dict) -> tuple:
             clipped.append(is_clipped)
             entropy.append(-now.item())
             distances.append(distance.item())
-    means = [sum(values) / len(values) for values in (gaps, clipped, entropy, distances)]
-    return total / BATCH, BATCH, (max(gaps), *means)
+    means = [sum(values) / len(values) for values in (clipped, entropy, gaps, distances)]
+    return total / BATCH, BATCH, (*means, max(gaps))
 
 
 # ------------------------------------------------------------------------------------- training

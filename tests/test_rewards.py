@@ -347,7 +347,7 @@ def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_re
     task.world = alone(dtype=torch.float32)
     task.job = SimpleNamespace(model=torch.nn.Linear(1, 1))
     task.run = Rewarding(reward=None)
-    task.measured = {}
+    task.measured = task.seconds = {}
     task.sums = Counter()
     task.largest = task.furthest = 0.0
     task.tolerance = 0.01

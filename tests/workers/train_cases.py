@@ -283,7 +283,7 @@ def train(process, case: dict) -> dict:
         if isinstance(task, Preferences):
             batch = task.with_base(batch)
         elif task:
-            task.measured = {}
+            task.measured = task.seconds = {}
         count = counter if step == steps else nullcontext()
         with count:
             totals = training.update(training.accumulate(batch), batch)
