@@ -277,8 +277,8 @@ class Rewards(Task):
     def answer(self, asked: list, numbers: Sequence[int]) -> tuple[list, Sampled, Tensor]:
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, what this rank has sampled, and the rewards of all answers, NaN where one is
-        missing; begin `measured` and `seconds`. Rank 0 computes rewards, since they may be random. If one fails,
-        raise Stopped on all ranks."""
+        missing; begin `measured` and `seconds`. Rank 0 computes rewards, since they may be random.
+        If one fails, raise Stopped on all ranks."""
         world = self.world
         started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
