@@ -4,6 +4,7 @@
     python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft
     python docs/gpu.py --part C --out gpu.json     experts, 1B, 70B in 4 bits, some tests
     python docs/gpu.py --part D --out gpu.json     generation, which has not been measured yet
+    python docs/gpu.py --part E --out gpu.json     rewards on word problems, likewise
     python docs/gpu.py --part A --dry-run          only lists the commands of a part
 
 A part takes less than nine minutes, and runs its most telling commands first. Each command runs in
@@ -88,6 +89,7 @@ PARTS = {  # of each part: names, commands and expected results
         ("8B in 4 bits", f"{WRITE_8B} --base-bits 4", "unknown"),
         ("1B beside transformers", f"{WRITE} llama3.2-1b --context 512 8192", "unknown"),
     ],
+    "E": [("1B by rewards", "docs/gpu.py --measure rewards", "unknown")],
 }
 
 # ------------------------------------------------------- measurements that no other command makes
@@ -164,7 +166,37 @@ def measure_kernels() -> dict[str, float]:
     return seconds | {event.key: event.self_device_time_total / 1e6 for event in events[:20]}
 
 
-MEASURES = dict(rates=measure_rates, kernels=measure_kernels)
+def measure_rewards() -> dict[str, float]:
+    """Train a model of 1B's shape on word problems (docs/problems.py), and then by rewards. Return
+    means of its first and its last ten steps, by name."""
+    size = "--model llama3.2-1b" if ON_GPU else "--model tiny --dim 32 --n-layers 1"
+    text = "--data problems/text.jsonl --tokenizer bytes --document-mask --seq-len 512 --out base"
+    steps = "--batch 64 --microbatch 32 --steps 400" if ON_GPU else "--batch 4 --steps 4 --warmup 1"
+    answers = "--batch 256 --microbatch 64" if ON_GPU else "--batch 32 --warmup 1"
+    prompts = "--data problems/prompts.jsonl --seq-len 256 --max-new-tokens 96 --eval-every 0"
+    reward = (
+        f"--reward {ROOT / 'docs/three_rewards.py'} --updates 4 --kl 0.01 --steps 20 --out grpo"
+    )
+    commands = [
+        f"{ROOT / 'docs/problems.py'} problems",
+        f"{ROOT / 'train.py'} {size} {text} {steps} --eval-every 0",
+        f"{ROOT / 'rewards.py'} --init base {prompts} {answers} {reward}",
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        for command in commands:
+            words = [sys.executable, *shlex.split(command)]
+            subprocess.run(words, cwd=directory, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(directory) / "grpo/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    found = {}
+    for name in ("reward", "reward_number", "length", "kl", "clipped", "mean_log_ratio",
+                 "sampling_seconds", "seconds"):  # fmt: skip
+        for when, part in (("first", rows[:10]), ("last", rows[-10:])):
+            found[f"{when} {name}"] = statistics.mean(row[name] for row in part)
+    return found
+
+
+MEASURES = dict(rates=measure_rates, kernels=measure_kernels, rewards=measure_rewards)
 
 # ------------------------------------------------------------------------------ running commands
 

@@ -9,11 +9,13 @@ page.
 """
 
 import argparse
+import csv
 import io
 import json
 import re
 import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,6 +269,30 @@ def draw_models(path: Path) -> None:
     save(figure, path)
 
 
+def draw_rewards(path: Path) -> None:
+    """What runs of rewards.py record, the mean of ten steps: three seeds of each way."""
+    rows = csv.DictReader((MEASURED / "rewards.csv").read_text().splitlines())
+    runs = defaultdict(list)  # way and seed -> rows
+    for row in rows:
+        runs[row["way"], row["seed"]].append(row)
+    titles = dict(reward="reward", length="tokens of an answer", kl="KL, nats a token",
+                  clipped="share of clipped tokens")  # fmt: skip
+    figure, axes = new_figure(11, 2.8, columns=len(titles))
+    ways = [*dict.fromkeys(way for way, _ in runs)]
+    colors = dict(zip(ways, (BLUE, ORANGE, GREEN, RED)))
+    for ax, (name, title) in zip(axes, titles.items()):
+        for (way, seed), of_run in runs.items():
+            steps = [int(row["step"]) for row in of_run]
+            values = [float(row[name]) for row in of_run]
+            label = way if seed == "0" else None
+            ax.plot(steps, values, color=colors[way], linewidth=1.1, label=label)
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.grid(axis="y", color=GREY, alpha=0.25)
+        ax.set_xlabel("step")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    save(figure, path)
+
+
 def draw_pipeline(path: Path) -> None:
     """The three schedules for four ranks and eight microbatches, one below another; the times of
     interleaved stages, two on a rank, are half of the others'."""
@@ -308,6 +334,7 @@ PICTURES = {
     "context": draw_context,
     "float8": draw_float8,
     "models": draw_models,
+    "rewards": draw_rewards,
 }
 
 
