@@ -13,7 +13,7 @@ torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finet
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
                             first differs, and exit code 1
-python bench.py generate --context 128 1024
+python bench.py generate --seq-len 128 1024
                             how fast a model writes, beside what the memory allows
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
@@ -146,7 +146,7 @@ class Generating(Report):
         is_positional=True, nargs="*", metavar="CONTESTANT")
     model: str = other_default(Comparison, "model", "medium")
     batch: int = flag(1, "prompts that are continued together")
-    context: tuple[int, ...] = flag((128, 1024), "tokens of each prompt; several are measured one "
+    seq_len: tuple[int, ...] = flag((128, 1024), "tokens of each prompt; several are measured one "
                                     "after the other", type=positive_int, nargs="+")
     max_new_tokens: int = flag(32, "tokens that follow it")
     base_bits: int = flag(16, "4 keeps the matrices of the blocks in 4 bits", type=int,

@@ -56,7 +56,7 @@ COMPARE = 'bench.py compare "{}" --dtype bfloat16 --repeats 5 --model'
 LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
 QLORA_70B = "llama3.1-70b --batch 1 --seq-len 8192 --lora --base-bits 4 --repeats 2"
 WRITE = "bench.py generate --dtype bfloat16 --max-new-tokens 128 --repeats 2 --model"
-WRITE_8B = f"{WRITE.replace('generate', 'generate ours compiled')} llama3.1-8b --context 512"
+WRITE_8B = f"{WRITE.replace('generate', 'generate ours compiled')} llama3.1-8b --seq-len 512"
 PARTS = {  # of each part: names, commands and expected results
     "A": [
         ("rates", "docs/gpu.py --measure rates", "beside each"),
@@ -87,7 +87,7 @@ PARTS = {  # of each part: names, commands and expected results
         ("8B, 8 rows", f"{WRITE_8B} --batch 8", "254 tokens/s without a graph"),
         ("8B, 64 rows", f"{WRITE_8B} --batch 64", "unknown"),
         ("8B in 4 bits", f"{WRITE_8B} --base-bits 4", "unknown"),
-        ("1B beside transformers", f"{WRITE} llama3.2-1b --context 512 8192", "unknown"),
+        ("1B beside transformers", f"{WRITE} llama3.2-1b --seq-len 512 8192", "unknown"),
     ],
     "E": [("1B by rewards", "docs/gpu.py --measure rewards", "unknown")],
 }

@@ -1,6 +1,6 @@
 """`bench.py generate`: how fast a model writes, and how far that is from what the machine can do.
 
-    python bench.py generate --model medium --batch 16 --context 128 1024
+    python bench.py generate --model medium --batch 16 --seq-len 128 1024
     python bench.py generate ours compiled --model llama3.1-8b --dtype bfloat16       on a GPU
 
 To draw a token for every row, a step reads the matrices, and the keys and values of all earlier
@@ -153,7 +153,7 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
     rate = copy_rate(process.device)
     rows = []
     results = []
-    for context in asked.context:
+    for context in asked.seq_len:
         generator = torch.Generator().manual_seed(context)
         vocabulary = model.config.vocab_size
         prompts = torch.randint(vocabulary, (batch, context), generator=generator).tolist()

@@ -419,7 +419,7 @@ def test_a_conversation_goes_on_after_an_interrupted_answer(stopped):
 
 def test_bench_generate_shows_contestants_beside_the_limit(tmp_path):
     file = tmp_path / "out.json"
-    sizes = "--model tiny --context 5 9 --batch 2 --max-new-tokens 3 --repeats 1".split()
+    sizes = "--model tiny --seq-len 5 9 --batch 2 --max-new-tokens 3 --repeats 1".split()
     printed = succeed("bench.py", "generate", *sizes, "--json", file).out
     results = json.loads(file.read_text())
     names = ["ours", "transformers", "static"]

@@ -43,12 +43,12 @@ plumbing
 DENSITY = {"": 9.5, "techniques": 9.9, "costs": 9.6, "labs": 9.7, "tests": 11.0}
 REACH = {  # tokens of code that `import` runs, at most
     "lora": 11_000, "generate": 40_500, "parallel": 35_000, "data": 26_500, "checkpoint": 37_000,
-    "train": 90_722, "bench": 97_477,
+    "train": 90_729, "bench": 97_484,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 29_784, "techniques": 25_762, "costs": 9_143, "perf": 12_285, "runs": 16_803,
-    "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_292, "labs": 63_258,
-    "tests": 148_993, "docs": 10_195,
+    "top": 29_789, "techniques": 25_762, "costs": 9_143, "perf": 12_285, "runs": 16_803,
+    "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_299, "labs": 63_258,
+    "tests": 149_001, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
