@@ -164,12 +164,14 @@ def advantages_of(rewards: Tensor, normalize: str) -> tuple[Tensor, Tensor]:
     return torch.where(is_mixed[:, None], advantages, 0.0), is_mixed
 
 
-def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return ratio times advantage, or what bounds it, which has no gradient; and where it does."""
-    product = ratio * advantage
-    bound = ratio.clamp(1 - low, 1 + high) * advantage
-    is_bounded = bound < product
-    return torch.where(is_bounded, bound, product), is_bounded
+def clipped(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return min(ratio advantage, clip(ratio) advantage) of each token, and which of them are
+    clipped: those have no gradient. Clipped before exp, none has an infinite one."""
+    not_above = log_ratio.clamp(max=math.log(1 + high))
+    not_below = log_ratio.clamp(min=math.log(1 - low))
+    bounded = torch.where(advantage < 0, not_below, not_above)
+    is_clipped = (bounded != log_ratio) & (advantage != 0)
+    return bounded.exp() * advantage, is_clipped
 
 
 def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, Rows, list, str]:
@@ -347,22 +349,22 @@ class Rewards(Task):
         old_log_p = values.get("old_log_p", log_p.detach())
         by_rounding = old_log_p - values["sampled_log_p"]  # log p in training - in sampling
         weight = by_rounding.exp().clamp(max=run.max_ratio)
-        ratio = (log_p - old_log_p).exp()
-        gain, is_clipped = clipped(ratio, values["advantage"], *run.clip_ratio)
-        log_ratio = (log_p.detach() - values["sampled_log_p"]).abs()
+        log_ratio = log_p - old_log_p
+        gain, is_clipped = clipped(log_ratio, values["advantage"], *run.clip_ratio)
+        distance = (log_p.detach() - values["sampled_log_p"]).abs()
         sums = {
             "tokens": batch.count(),
             "far": (by_rounding.abs() > self.tolerance).sum(),
-            "mean_log_ratio": log_ratio.sum(),
+            "mean_log_ratio": distance.sum(),
             "clipped": is_clipped.sum(),
             "entropy": losses.detach().sum(),  # the mean of -log p over drawn tokens
         }
         if run.kl is not None:
             log_r = values["base_log_p"] - log_p
             k3 = log_r.exp() - log_r - 1
-            gain = gain - run.kl * ratio * k3
+            gain = gain - run.kl * log_ratio.exp() * k3
             sums["kl"] = k3.detach().sum()
-        self.largest = log_ratio.max().clamp(min=self.largest)
+        self.largest = distance.max().clamp(min=self.largest)
         self.furthest = by_rounding.abs().max().clamp(min=self.furthest)
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value

@@ -91,10 +91,12 @@ FAULTS = {
         ("return {name: value / pairs", "return {name: value / len(sums)"),
     ],
     "rewards": [
-        ("ratio = (log_p - old_log_p).exp()", "ratio = 1 + log_p - old_log_p"),
-        ("bound < product", "bound > product"),  # clipped on the wrong side
+        ("return bounded.exp() *", "return (1 + bounded) *"),
+        ("advantage < 0, not_below", "advantage > 0, not_below"),  # clipped on the wrong side
         (".clamp(max=run.max_ratio)", ""),
-        ("run.kl * ratio * k3", "run.kl * k3"),
+        ("run.kl * log_ratio.exp() * k3", "run.kl * k3"),
+    ],
+    "answers": [
         ("begins[row, columns[:1]] = 1", "begins[row, columns] = 1"),
     ],
     "train": [
@@ -113,6 +115,7 @@ USES = {  # file -> whether a case of exact.py uses it; where it is not listed, 
     "muon": lambda parallel, **_: parallel["optimizer"] == "muon",
     "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
     "rewards": lambda parallel, **case: case.get("objective") == "rewards",
+    "answers": lambda parallel, **case: case.get("objective") == "rewards",
 }
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 
