@@ -57,7 +57,7 @@ from config import Totals
 from finetune_lora import Finetuning, Script, finetune
 from lora import adapters_off
 from parallel import used_techniques
-from plumbing import processes
+from plumbing import endings, processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
 from plumbing.parser import nonnegative_float, positive_float
@@ -218,7 +218,8 @@ class Rewards(Task):
                 return
             try:
                 batch = self.batch_of_answers(steps.order.sequences(step))
-            except Stopped:  # `problem` says why
+            except Stopped as stopped:
+                self.signal = stopped.signal
                 return
             yield batch
 
@@ -280,7 +281,7 @@ class Rewards(Task):
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, what this rank has sampled, and the rewards of all answers, NaN where one is
         missing; begin `measured` and `seconds`. Rank 0 computes rewards, since they may be random.
-        If one fails, raise Stopped on all ranks."""
+        If one fails, or rank 0 is asked to end, raise Stopped on all ranks."""
         world = self.world
         started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
@@ -295,9 +296,9 @@ class Rewards(Task):
         ended = time.perf_counter()
         scored = self.score(asked, answers) if world.rank == 0 else None
         meet()  # rewards may take longer than a collective waits
-        rewards, parts, self.problem = world.broadcast_from_rank_zero(lambda: scored)
-        if self.problem:
-            raise Stopped
+        rewards, parts, self.problem, signal = world.broadcast_from_rank_zero(lambda: scored)
+        if self.problem or signal:
+            raise Stopped(signal)
         rewards = torch.tensor(rewards, dtype=torch.float64)
         self.measured = {
             "reward": rewards.nanmean().item(),
@@ -309,28 +310,32 @@ class Rewards(Task):
         }
         return answers, sampled, rewards
 
-    def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str]:
+    def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str, int]:
         """Return the reward of each answer, the means of its parts if a reward has several, and a
-        line if an answer has no reward. With --skip-bad its reward is NaN."""
+        line if an answer has no reward. With --skip-bad its reward is NaN. Stop early if this rank
+        is asked to end, and return the signal."""
         run = self.run
         records = [record for _, record in asked]
         texts = [self.text_of(answer) for answer in answers]
         rewards = []
         parts = defaultdict(list)  # name -> values
-        replies = reward_processes(run.reward, run.reward_workers).replies(records, texts)
+        workers = reward_processes(run.reward, run.reward_workers)
+        replies = workers.replies(records, texts, gives_up=endings.asked_to_end)
         for record, text in zip(records, with_progress(texts, "rewarding")):
             reply = next(replies)
+            if signal := endings.asked_to_end():
+                return [], {}, "", signal
             problem = reply.get("failed", "")
             if problem and ("ended" in reply or not run.skip_bad):
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
                 if "unexpected keyword argument" in problem:
                     advice = ": write reward(prompt, answer, **fields), for a line's other fields"
-                return [], {}, f"{run.reward}: {call} {problem}{advice}"
+                return [], {}, f"{run.reward}: {call} {problem}{advice}", 0
             rewards.append(reply.get("reward", math.nan))
             for name, value in reply.get("parts", {}).items():
                 parts[f"reward_{name}"].append(value)
-        return rewards, {name: statistics.mean(values) for name, values in parts.items()}, ""
+        return rewards, {name: statistics.mean(values) for name, values in parts.items()}, "", 0
 
     def text_of(self, answer: list[int]) -> str:
         """Return the text of an answer, or "" if it does not end: if such answers were rewarded,

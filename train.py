@@ -131,14 +131,15 @@ def train(task: Task, runner: nn.Module) -> bool:
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, tokens, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
-            if signal or task.problem:
+            if signal:
                 break
             recorder.start_step()
+        if step > steps.done:
+            saver.save(step)  # unless end_step has
         if task.problem:
-            if step > steps.done:
-                saver.save(step)
             raise UserError(task.problem)
 
+    signal = signal or task.signal
     print_rank_zero(f"checkpoint: {saver.newest}")
     if signal:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
@@ -150,18 +151,17 @@ def end_step(
     task: Task, metrics: dict, signal: int, recorder: records.Recorder, saver: Saver, last: int
 ) -> int:
     """Record a step, save and evaluate where these are due, and save what is best. Return the
-    signal that ends the run: the given one, or one that came in the evaluation; 0 for none."""
+    signal that ends the run, which then saves: the given one, or one that came in the evaluation; 0
+    for none."""
     run, step = task.run, metrics["step"]
     recorder.write(metrics)  # a run that resumes from this step's checkpoint needs it
     if step == last or is_due(step, run.save_every, last):
         saver.save(step)  # before the evaluation, which may be long
-    is_best = False
     if not signal and is_due(step, run.eval_every, last):
         results, signal = task.evaluate_and_show(step)
-        is_best = recorder.is_new_best(results)
         recorder.write(metrics | results)
-    if is_best or signal:
-        saver.save(step, is_best)  # if it was saved above, this only links OUT/best to it
+        if recorder.is_new_best(results):
+            saver.save(step, best=True)  # if it was saved above, this only links OUT/best to it
     return signal
 
 

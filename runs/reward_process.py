@@ -1,19 +1,21 @@
 """Call a user's rewards in processes of their own, to which they may do anything.
 
 A reward may set alarms, seeds and default dtypes, change the directory, read from standard input,
-or end the interpreter. None of this reaches the training: it gets numbers, or a line that says why
-there are none. Each process exchanges lines of JSON with ours through pipes:
+start processes, or end the interpreter. None of this reaches the training: it gets numbers, or a
+line that says why there are none. Each process exchanges lines of JSON with ours through pipes:
 
     {"prompt": "1+1", "answer": "2"} -> reward.py ->  {"reward": 1.0, "parts": {}}
                                                       {"failed": "raised ..."}
 
 If the file has a function `rewards`, it is called once, with a list of each field, and there is a
-reply to each answer. A process of a reward ends with ours, whatever has ended that.
+reply to each answer. A process of a reward ends with ours, whatever has ended that, and so do those
+that it has started.
 
 This file imports nothing of ours, so that such a process starts at once and with little memory.
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -23,9 +25,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import TextIO
+
+SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 
 
 class RewardProcesses:
@@ -43,9 +50,12 @@ class RewardProcesses:
             problems.append("has rewards(prompts, answers), which is called once, by one worker")
         self.problem = problems[0] if problems else ""
 
-    def replies(self, records: list[dict], answers: list[str]) -> Iterator[dict]:
+    def replies(
+        self, records: list[dict], answers: list[str], gives_up: Callable = lambda: False
+    ) -> Iterator[dict]:
         """Yield the reply to each answer: its `reward` and the `parts` it is the sum of, or
-        `failed`, what its function did instead. `records` have the other arguments."""
+        `failed`, what its function did instead. `records` have the other arguments. It is {} once
+        `gives_up`, called each second, returns true: then the processes are of no more use."""
         if self.takes_all:
             names = dict.fromkeys(name for record in records for name in record)
             given = {name: [record.get(name) for record in records] for name in names}
@@ -55,7 +65,7 @@ class RewardProcesses:
             for process, record, answer in zip(cycle(self.processes), records, answers):
                 process.ask(record | {"answer": answer})
         for process, _ in zip(cycle(self.processes), answers):
-            yield process.reply()
+            yield process.reply(gives_up)
 
 
 class RewardProcess:
@@ -73,20 +83,36 @@ class RewardProcess:
         os.close(read_by_it)
         os.close(written_by_it)
         self.requests = open(requests, "w", encoding="utf-8")
-        self.replies = open(replies, encoding="utf-8")
+        self.lines = queue.SimpleQueue()  # of replies
+        threading.Thread(target=read_lines, args=(replies, self.lines), daemon=True).start()
 
     def ask(self, given: dict) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which `reply` tells
             print(json.dumps(given), file=self.requests, flush=True)
 
-    def reply(self) -> dict:
+    def reply(self, gives_up: Callable = lambda: False) -> dict:
         """Wait for the next reply. If the process has ended, it has `ended`, too."""
-        line = self.replies.readline()
+        line = None
+        while line is None:
+            with contextlib.suppress(queue.Empty):
+                line = self.lines.get(timeout=1)
+            if line is None and gives_up():
+                return {}
         if line:
             return json.loads(line)
         code = self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its forks
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return {"failed": f"ended its process with {how}", "ended": True}
+
+
+def read_lines(pipe: int, lines: queue.SimpleQueue) -> None:
+    """Put the lines of a pipe into a queue, and "" at its end."""
+    with open(pipe, encoding="utf-8") as file:
+        for line in file:
+            lines.put(line)
+    lines.put("")
 
 
 # --------------------------------------------------------------------------- in the other process
@@ -94,15 +120,18 @@ class RewardProcess:
 
 def serve(path: str, requests: int, replies: int) -> None:
     """Run the file, and reply to it and to each request."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in SAVING_SIGNALS:
         signal.signal(number, lambda *_: None)  # they ask the training to end, and this with it
+    for pipe in (requests, replies):
+        os.set_inheritable(pipe, False)
     received = queue.SimpleQueue()
     threading.Thread(target=receive, args=(requests, received), daemon=True).start()
-    os.set_inheritable(replies, False)
     with open(replies, "w", encoding="utf-8") as file:
+        let_forks_be(file)
 
         def reply(**content) -> None:
-            print(json.dumps(content), file=file, flush=True)
+            file.write(f"{json.dumps(content)}\n")
+            file.flush()
 
         try:
             functions = runpy.run_path(path)
@@ -110,7 +139,7 @@ def serve(path: str, requests: int, replies: int) -> None:
             call = functions["rewards"] if takes_all else functions["reward"]
             reply(takes_all=takes_all)
             while True:
-                given = received.get()
+                given = json.loads(received.get())
                 n = len(given["answers"]) if takes_all else 1
                 try:
                     values = in_a_list(call(**given), n) if takes_all else [call(**given)]
@@ -119,7 +148,24 @@ def serve(path: str, requests: int, replies: int) -> None:
                 for value in values:
                     reply(**as_reply(value))
         except BaseException as error:
+            if file.closed:  # in a fork
+                raise
             reply(failed=f"raised {error!r:.200}", ended=True)
+    end()
+
+
+def let_forks_be(replies: TextIO) -> None:
+    """Let forks of this process reply nothing, and obey signals, with which a pool ends its own."""
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SAVING_SIGNALS)
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SAVING_SIGNALS)
+
+    def leave() -> None:
+        replies.close()
+        for number in SAVING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave)
 
 
 def in_a_list(values, n: int) -> list:
@@ -156,15 +202,19 @@ def as_reply(value) -> dict:
 def receive(requests: int, received: queue.SimpleQueue) -> None:
     """Put the requests into a queue, and end this process when no other can follow. The main thread
     could not, in the middle of a reward."""
-    os.set_inheritable(requests, False)
-    with open(requests, encoding="utf-8") as file:
-        for line in file:
-            received.put(json.loads(line))
-    os._exit(0)
+    read_lines(requests, received)
+    end()
+
+
+def end() -> None:
+    """End this process and those that the reward has started."""
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     _, reward_path, *pipes = sys.argv
+    if sys.platform == "linux":  # `receive` cannot run while a regular expression keeps the GIL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.argv = [reward_path]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.stdout.reconfigure(line_buffering=True)

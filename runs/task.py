@@ -46,7 +46,9 @@ class Task:
     work: Work
     sample_text: Callable[[int], str]
     before_step = "data"  # the name that `bench.py step` gives to the time before a step
-    problem = ""  # a line, equal on all ranks, that tells why there is no next step
+    # Why `batches` ended early, equal on all ranks: a line, or a signal that came meanwhile.
+    problem = ""
+    signal = 0
 
     @cached_property
     def whole_model_fits(self) -> bool:

@@ -1,0 +1,103 @@
+"""runs/reward_process.py: what a reward may do, and what becomes of its process and its forks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Forks
+from test_endings import gone_in_time
+from test_finetune import base  # noqa: F401 (a fixture)
+from test_rewards import command, given  # noqa: F401 (a fixture)
+
+from runs.reward_process import RewardProcesses
+
+RECORD = dict(prompt="1+1", truth="2" * 100_000)
+IMPORTS = "import builtins, json, os, re, sys, time\n"
+
+
+def write_reward(path: Path, body: str) -> Path:
+    lines = body.replace("\n", "\n    ")
+    path.write_text(f"{IMPORTS}def reward(prompt, answer, truth):\n    {lines}\n")
+    return path
+
+
+RETURNED = {  # what a reward does, and the number that the run takes
+    "import numpy\nreturn numpy.float32(0.5)": 0.5,
+    "import torch\nreturn torch.tensor([2.5])": 2.5,
+    "return type('Int', (int,), {'__repr__': lambda self: 'seven'})(7)": 7,
+    "return len(truth)": 100_000,
+    "print('x' * 2**20, file=sys.stderr)\nreturn 3": 3,
+    "builtins.print = None\nreturn 4": 4,
+    "child = os.fork()\nif child: os.waitpid(child, 0)\nreturn 5 if child else 100": 5,
+    "child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, 15)\nreturn os.wait()[1]": 15,
+    "from multiprocessing import Pool\nwith Pool(2) as pool: return sum(pool.map(abs, [1, -5]))": 6,
+}
+
+
+@pytest.mark.parametrize("body", RETURNED)
+def test_a_reward_may_return_any_number(tmp_path, body):
+    """And only its own process replies. The reply of a fork would be taken for the next one."""
+    process = RewardProcesses(write_reward(tmp_path / "reward.py", body))
+    for _ in range(2):
+        replies = process.replies([RECORD] * 2, ["2", "3"])
+        assert [*replies] == [dict(reward=RETURNED[body], parts={})] * 2
+
+
+FAILS = {  # what a reward does, and what the run says of it
+    "if os.fork(): os._exit(3)\ntime.sleep(60)": "ended its process with exit code 3",
+    "if os.fork(): sys.exit()\ntime.sleep(60)": "raised SystemExit()",
+}
+
+
+@pytest.mark.parametrize("body", FAILS)
+def test_a_failure_is_told_at_once(tmp_path, body):
+    process = RewardProcesses(write_reward(tmp_path / "reward.py", body))
+    assert [*process.replies([RECORD], ["2"])] == [dict(failed=FAILS[body], ended=True)]
+
+
+STAYS = {  # rewards that write their processes' ids to a file, and would outlive the run
+    "a regular expression": "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "a fork": "os.fork()\nprint(os.getpid(), file=open(truth, 'a'))\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_nothing_outlives_the_run(tmp_path, name):
+    ids = tmp_path / "ids"
+    body = f"print(os.getpid(), file=open(truth, 'a'))\n{STAYS[name]}"
+    path = write_reward(tmp_path / "reward.py", body)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom runs.reward_process import RewardProcesses\n"
+        "process = RewardProcesses(Path(sys.argv[1]))\n"
+        "assert [*process.replies([dict(prompt='', truth=sys.argv[2])], [''], lambda: 1)] == [{}]\n"
+    )
+    command = [sys.executable, "-c", program, path, ids]
+    assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == 0
+    assert ids.read_text()
+    for process in set(ids.read_text().split()):
+        assert gone_in_time(int(process))
+
+
+def test_a_signal_does_not_wait_for_a_reward(given, tmp_path):  # noqa: F811
+    """The run saves what it has trained, although a reward may take longer than torchrun waits."""
+    sleeps = tmp_path / "sleeps"
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\ncalls = []\n"
+        "def reward(**given):\n    calls.append(1)\n"
+        f"    if len(calls) > 16:\n        pathlib.Path({str(sleeps)!r}).touch()\n"
+        "        time.sleep(300)\n    return len(calls)\n"
+    )
+    out = tmp_path / "out"
+    more = dict(reward=tmp_path / "slow.py", save_every=0, eval_every=0)
+    run = Forks(*command(given, out, **more), nproc=2)
+    while not sleeps.exists():
+        time.sleep(0.05)
+    for rank in run.ranks:
+        os.kill(rank, signal.SIGTERM)
+    result = run.finish()
+    assert "stopped at step 2; the same command with --resume goes on" in result.out
+    assert set(result.codes) == {0} and (out / "step-00000002").is_dir()
