@@ -148,7 +148,7 @@ class Saver(contextlib.AbstractContextManager):
             check_links(out, self.group)
         if earlier := directories.checkpoints(out):
             self.newest = earlier[-1]  # which the run continues
-            note_checkpoint(earlier[-1].name)
+            note_checkpoint(self.newest.name)
 
     def __exit__(self, *_) -> None:
         self.wait()

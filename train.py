@@ -96,7 +96,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     task.begin(steps)  # the model still is the base that preferences.py compares with
     setup.load(steps, run, job, optimizer)
     unevaluated = None  # the metrics of the last step done, if a kill has cut off its evaluation
-    if steps.done and is_due(steps.done, run.eval_every, steps.last):
+    if is_due(steps.done, run.eval_every, steps.last):
         find = partial(records.unevaluated, run.directory, steps.done)
         unevaluated = world.broadcast_from_rank_zero(find)
     if steps.done >= steps.last and not unevaluated:
@@ -134,8 +134,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             if signal:
                 break
             recorder.start_step()
-        if step > steps.done:
-            saver.save(step)  # unless end_step has
+        if step:
+            saver.save(step)  # unless it has been saved
         if task.problem:
             raise UserError(task.problem)
 

@@ -45,13 +45,17 @@ def report(message: str) -> None:
     if not path:
         return
     if not message:
-        os.remove(path)
+        with contextlib.suppress(OSError):
+            os.remove(path)
         return
     import json  # not above: the handler of Ctrl-C is to be there soon
 
     content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": content}, file)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": content}, file)
+    except OSError:  # a full disk: torchrun could not read an empty file
+        report("")
 
 
 @contextlib.contextmanager

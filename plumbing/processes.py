@@ -45,7 +45,9 @@ PEER_LOST_TIMEOUT = 4  # HEARTBEAT_TIMEOUT once a connection to some rank has be
 OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, waited for or not
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
-ADVICE = dict.fromkeys(USER_FIXABLE, "free some space, or give a path that can be written")
+# FLATLLAMA_CACHE is the path of cache/, TMPDIR that of compiled code.
+GIVE = "free some space, or give a path that can be written (also FLATLLAMA_CACHE and TMPDIR)"
+ADVICE = dict.fromkeys(USER_FIXABLE, GIVE)
 ADVICE |= dict.fromkeys(("EMFILE", "ENFILE"), "raise the limit (ulimit -Hn), or give fewer files")
 
 
@@ -138,7 +140,7 @@ def newest_checkpoint(store: dist.Store | None = None) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def resume_hint(store: dist.Store) -> str:
+def resume_hint(store: dist.Store | None) -> str:
     """Return from which checkpoint to continue, or "" before there is one."""
     newest = newest_checkpoint(store)
     return f"; --resume continues from {newest}" if newest else ""
@@ -217,10 +219,10 @@ def as_user_error(error: BaseException, store: dist.Store | None) -> BaseExcepti
     on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
     if isinstance(error, torch.OutOfMemoryError) or on_cpu:
         return out_of_memory()
-    code = errno.errorcode.get(error.errno) if isinstance(error, OSError) else None
+    error = getattr(error, "inner_exception", error)  # of torch.compile
+    code = errno.errorcode.get(getattr(error, "errno", None))
     if code in ADVICE:
-        hint = resume_hint(store) if store else ""
-        return UserError(f"{error}: {ADVICE[code]}{hint}")
+        return UserError(f"{error}: {ADVICE[code]}{resume_hint(store)}")
     return error
 
 
@@ -250,7 +252,8 @@ def fail(
             first = store.compare_set("failed", "", mine).decode()
             code, message, first_rank, first_node = json.loads(first)
             show = first_rank == rank or (show and first_node != node)
-            details = details if first == mine else ""
+            if first != mine:
+                details = ""
         elif not show:
             time.sleep(2)  # torchrun ends all ranks when the first has ended: another one prints
     except dist.DistError:  # torchrun on the first node, which kept the store, has gone

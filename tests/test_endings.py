@@ -1,5 +1,6 @@
 """Signals at any instant, the death of a rank or of torchrun, and failures that one rank meets."""
 
+import errno
 import itertools
 import math
 import os
@@ -262,6 +263,22 @@ def test_a_process_alone_does_not_end_as_if_it_were_done(corpus, tmp_path):
     script = with_fault(tmp_path / "copy", "train", place, f"    raise SystemExit(0)\n{place}")
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"))
     assert error_lines(result) == ["error: rank 0 failed: SystemExit: 0"] and result.codes == [1]
+
+
+def test_a_message_that_cannot_be_left_for_torchrun_leaves_no_file(tmp_path, monkeypatch):
+    """torchrun would not survive an empty one."""
+    path = tmp_path / "error.json"
+    path.symlink_to("/dev/full")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    endings.report("a problem")
+    assert not path.is_symlink()
+
+
+def test_compiling_on_a_full_disk_is_told_in_a_line():
+    full = OSError(errno.ENOSPC, "No space left on device")
+    raised = torch._inductor.exc.InductorError(full, None)
+    told = processes.as_user_error(raised, None)
+    assert type(told) is UserError and "free some space" in str(told) and "TMPDIR" in str(told)
 
 
 def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
