@@ -4,6 +4,7 @@ Splits are compared in test_exact.py, models of transformers in test_model.py, f
 test_formats.py."""
 
 import argparse
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import like, metrics, succeed
-from test_train import flags, same_metrics
+from test_chat import BYTES
+from test_finetune import flags as lora_flags
+from test_formats import our_model, stored
+from test_pairs import PAIRS, written
+from test_train import flags, same_metrics, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import find_checkpoint, read_config
 from costs.shapes import flops_per_token
+from files.conversion import write_checkpoint
 from files.loading import load_pretrained
 from lora import LoRA, add_adapters
 from model import IGNORE
@@ -80,6 +86,40 @@ def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
         result = succeed(*command, nproc=nproc)
         assert "resumed from" in result.out
         same_metrics(metrics(out), metrics(first))
+
+
+@pytest.mark.parametrize("script", ["finetune_lora.py", "preferences.py", "rewards.py"])
+def test_a_task_is_the_same_on_any_number_of_ranks(tmp_path, sums, script):
+    """Steps of all weights: on packed conversations, on pairs, and on answers with equal rewards,
+    whose gradient is 0, and so is that of the routers' biases."""
+    model = our_model(replace(SMALL, vocab_size=267), torch.float64, seed=5, factor=2, norms=(1, 1))
+    write_checkpoint(tmp_path / "base", model.config, stored(model), BYTES)
+    given = dict(steps=2, save_every=2, all_weights=True, seq_len=80)
+    data = tmp_path / "data.jsonl"
+    if script == "finetune_lora.py":
+        data = sums
+    elif script == "preferences.py":
+        data = written(tmp_path, PAIRS)
+    else:
+        lines = [json.dumps(dict(prompt="?" * i)) for i in range(1, 10)]
+        data.write_text("\n".join(lines))
+        (tmp_path / "reward.py").write_text("def reward(**given):\n    return 0.3\n")
+        given |= dict(reward=tmp_path / "reward.py", max_new_tokens=6)
+    given["val_data"] = data
+    for nproc in (0, 2, 4):
+        out = tmp_path / f"{nproc}"
+        split = dict(dp="fsdp", ep=nproc, microbatch=1) if nproc else {}
+        succeed(script, *lora_flags(tmp_path / "base", data, out, **given | split), nproc=nproc)
+        same_metrics(metrics(out), metrics(tmp_path / "0"))
+        ours, first = weights(out), weights(tmp_path / "0")
+        for name, value in first.items():
+            assert (ours[name] - value).norm() <= 1e-12 * value.norm(), name
+    norms = [row["grad_norm"] for row in metrics(tmp_path / "0")]
+    if script == "rewards.py":
+        assert norms == [0, 0]
+        for name, bias in model.named_parameters():
+            if name.endswith("router.bias"):
+                assert torch.equal(ours[name], bias)
 
 
 def test_a_token_costs_its_experts_alone():
