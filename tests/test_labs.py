@@ -75,6 +75,13 @@ def test_each_lab_is_complete(name):
     ElementTree.parse(LABS / name / "picture.svg")
 
 
+def test_known_sentences_are_whole():
+    """What stands in wrong.txt may only begin the sentence, which a student reads to its end."""
+    for known in LABS.glob("*/known.json"):
+        for sentence in json.loads(known.read_text()):
+            assert sentence.endswith((".", "?")), known
+
+
 def test_the_page_has_what_the_labs_have():
     """The rows of the checks, known commands, and how many mistakes others have published."""
     page = (LABS / "README.md").read_text()

@@ -19,6 +19,7 @@ from labs.machinery.checking import (
     different_groups,
     properties_of,
     run_student,
+    with_facts,
 )
 from labs.machinery.compare import fingerprint
 from plumbing.messages import UserError
@@ -53,5 +54,9 @@ def known_mistakes(lab: str, size: int) -> Iterator[tuple[str, str, list[float]]
             if ended.error:  # its sentence is that of the error
                 continue
             last = properties_of(lab, size, KNOWN_SEED, ended)[-1]
-            if last.found is not None:
-                yield wrong.says, last.name, fingerprint(last.found)
+            if last.found is None:
+                continue
+            sentence = wrong.says
+            if with_facts(lab, size, sentence) in last.mistake:  # the check says it, and more
+                sentence = last.mistake
+            yield sentence, last.name, fingerprint(last.found)
