@@ -183,7 +183,7 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
 
 @dataclass
 class Rewards(Task):
-    """Give answers with high rewards."""
+    """Give answers with high rewards (labs/rewards)."""
 
     before_step = "sampling"
 
