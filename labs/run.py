@@ -52,7 +52,7 @@ from plumbing.processes import run
 # In the order of teaching.
 ORDER = """
 ring mean ddp accumulate zero1 fsdp hsdp rarely tp logits flash context experts pipeline recompute
-lora float8 nf4 speculative preferences rewards hang resume bpe scaling
+lora float8 nf4 sampling speculative preferences rewards hang resume bpe scaling
 """.split()
 NAMES = sorted(
     (path.parent.name for path in LABS.glob("*/check.py")),

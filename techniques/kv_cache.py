@@ -27,7 +27,8 @@ from model import document_mask
 
 
 class KVCache:
-    """The keys and values of up to S tokens in each row. `model.forward` fills it."""
+    """The keys and values of up to S tokens in each row. `model.forward` fills it. The exercise
+    labs/sampling has a step of it."""
 
     def __init__(self, size: int = 0):
         self.size = size  # S
