@@ -38,6 +38,7 @@ HINTS = (
 NO_ROW = "There may be no row, as all have ended."
 ERRORS = {
     "input.numel() == 0": NO_ROW,
+    "non-empty TensorList": NO_ROW,
     "selected index k out of range": "top_k may be more than there are tokens: all are kept then.",
     "is out of bounds for dimension": "Slots are 0 to S - 1, and the newest token of a row with "
     "`length` tokens has the position length - 1.",
