@@ -18,7 +18,7 @@ NEEDS = "`index_add_`, `cumsum`, `clamp`, `all_reduce`"
 POINT = "an answer is compared with its group, wherever that lies, and a token weighs one token"
 LEADS_TO = "rewards.py", "Rewards"
 SIZES = 2, 3, 4
-BARRED = ("rewards.Rewards",)
+BARRED = "rewards.advantages_of", "rewards.clipped"
 HINTS = (
     "Draw the minimum over the ratio, once for a positive and once for a negative advantage. On "
     "which side is each of them flat?",
