@@ -151,11 +151,13 @@ class Finetuning(Run):
 
 
 class Script(NamedTuple):
-    """The parts of `finetune` in which finetune_lora.py, preferences.py and rewards.py differ."""
+    """The parts of `finetune` in which the scripts differ that train adapters."""
 
     flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
-    task: type[Task] = Task
+    task: Callable[..., Task] = Task
+    # (run, parallel, the base's configuration, its tokenizer, process): what it refuses
+    check: Callable = lambda *given: None
 
 
 def open_conversations(
@@ -283,6 +285,7 @@ def prepare(
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
     rules.check_training_flags(run, parallel, base["model"], process, *techniques)
+    script.check(run, parallel, base["model"], tokenizer, process)
     with torch.device("meta"):
         model = base["model"].build()
         of_all = "" if run.adapters else " of all weights"

@@ -420,8 +420,14 @@ class Vocabulary:
     """Sums over the vocabulary for loss_of, from logits [n, V] of n tokens. With tensor
     parallelism ShardedVocabulary (parallel.py) replaces it: a rank has the logits of one shard."""
 
+    vocab_start = 0  # the first row of a rank's shard
+
     def __init__(self, size: int):
         self.size = size  # V
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return what each shard has computed, [shards, ...]."""
+        return x[None]
 
     def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the weight whose product is this rank's logits."""

@@ -1,10 +1,14 @@
-"""The loss of each target, from which a task makes its own loss: preferences.py, rewards.py."""
+"""What a task makes its own loss of: the loss of each target (preferences.py, rewards.py), or the
+logits of each token (distill.py)."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from model import Llama
-from techniques.chunked_loss import cross_entropies
+from plumbing.devices import cast_by_autocast
+from techniques.chunked_loss import cross_entropies, in_chunks, wide_logits
 from text.batch import Batch
 
 
@@ -22,3 +26,23 @@ def log_p_of_targets(model: Llama, batch: Batch, microbatch: int) -> Tensor:
         part.use()
         losses.append(model(*part.inputs, documents=part.documents))
     return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
+
+
+def hidden_states(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
+    """As a model's `loss`: let forward return its last hidden states, [B, T, D]."""
+    return hidden
+
+
+def from_logits(
+    function: Callable[..., Tensor], states: list[Tensor], weights: list[Tensor], *of_tokens: Tensor
+) -> Tensor:
+    """Return function(logits, ...) of each token, [B, T, ...]: the logits [n, V] of some tokens at
+    a time, one tensor for each of `states` [B, T, D] and `weights` [V, D], and what `of_tokens`
+    [B, T, ...] have. With tensor parallelism logits are those of a shard of the vocabulary."""
+    weights = cast_by_autocast(*weights)
+
+    def of_chunk(*given: Tensor) -> Tensor:
+        logits = [wide_logits(hidden, weight) for hidden, weight in zip(given, weights)]
+        return function(*logits, *given[len(weights) :])
+
+    return in_chunks(of_chunk, *states, *of_tokens)

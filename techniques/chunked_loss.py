@@ -20,6 +20,7 @@ no other loss than cross entropy, and needs the whole vocabulary on each rank. L
 the operations of the loss into one kernel. Here only those of compiled chunks are fused.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -67,15 +68,30 @@ def cross_entropies(
     are unknown before backward, which computes the logits of each chunk again."""
 
     def losses_of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = logits_of(hidden, weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.where(targets != IGNORE, vocabulary.cross_entropy(logits, targets), 0)
+        losses = vocabulary.cross_entropy(wide_logits(hidden, weight), targets)
+        return torch.where(targets != IGNORE, losses, 0)
 
+    return in_chunks(losses_of_chunk, hidden, targets)
+
+
+def in_chunks(function: Callable[..., Tensor], hidden: Tensor, *of_tokens: Tensor) -> Tensor:
+    """Return function(hidden, ...), which computes each token by itself, for some tokens at a time.
+    Backward runs it again, so that only one chunk's logits are in memory.
+
+    hidden [B, T, D], of_tokens [B, T, ...]; the function is given [n, ...] of each -> [B, T, ...]
+    """
     size = tokens_at_a_time(hidden.is_cuda, compiled=False)
-    parts = []
-    for chunk in zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size)):
-        parts.append(checkpoint(losses_of_chunk, *chunk, use_reentrant=False))
-    return torch.cat(parts).view_as(targets)
+    shape = hidden.shape[:-1]
+    last = len(shape) - 1
+    chunks = [tensor.flatten(0, last).split(size) for tensor in (hidden, *of_tokens)]
+    parts = [checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*chunks)]
+    return torch.cat(parts).unflatten(0, shape)
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return logits in float32 or float64, from which losses are computed."""
+    logits = logits_of(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -1,0 +1,56 @@
+"""How far one distribution over the vocabulary is from another: KL divergences of two models.
+
+    KL(p, q) = sum over v of p(v) (log p(v) - log q(v))
+
+It is 0 if both are equal, and large where p is likely and q is not. So a student q that minimizes
+KL(teacher, student) spreads over all that the teacher may say, and one that minimizes
+KL(student, teacher) keeps to what the teacher thinks likely, perhaps only to some of it.
+
+Logits are of n tokens, [n, V]; with tensor parallelism V are those of a rank's shard, and each rank
+knows the gradient of its own part of a sum alone. So no sum is made of what has another sum in it:
+log p, whose logsumexp is one, is taken apart.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Vocabulary
+
+
+def forward_kl(student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return KL(teacher, student) [n], whose logits [n, V] are given."""
+    log_p = teacher - vocabulary.logsumexp(teacher)[:, None]
+    return vocabulary.sum(log_p.exp() * (log_p - student)) + vocabulary.logsumexp(student)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return KL(student, teacher) [n], whose logits [n, V] are given."""
+    lse = vocabulary.logsumexp(student)
+    p = (student - lse.detach()[:, None]).exp()  # its sum is 1, but has a gradient
+    mean = vocabulary.sum(p * (student - teacher)) / vocabulary.sum(p)
+    return mean - lse + vocabulary.logsumexp(teacher)
+
+
+def likeliest(logits: Tensor, k: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of each token and their ids in the whole vocabulary, [n, k]."""
+    room = max(0, k - logits.shape[-1])  # a shard may have fewer
+    values, ids = F.pad(logits, (0, room), value=-torch.inf).topk(k)
+    values = vocabulary.all_gather(values).movedim(0, 1).flatten(1)  # [n, shards k]
+    ids = vocabulary.all_gather(ids + vocabulary.vocab_start).movedim(0, 1).flatten(1)
+    values, places = values.topk(k)
+    return values, ids.gather(1, places)
+
+
+def shares_of(logits: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return log p of the tokens `ids` [n, k] and of all others together: [n, k + 1]."""
+    columns = ids - vocabulary.vocab_start
+    is_here = (columns >= 0) & (columns < logits.shape[-1])
+    columns = torch.where(is_here, columns, 0)
+    chosen = torch.where(is_here, logits.gather(1, columns), 0)
+    chosen = vocabulary.all_gather(chosen).sum(0)
+    is_chosen = torch.zeros_like(logits).scatter_add(1, columns, is_here.to(logits.dtype)) > 0
+    lowest = torch.finfo(logits.dtype).min / 2  # with -inf, a shard of chosen ones had no gradient
+    others = vocabulary.logsumexp(logits.masked_fill(is_chosen, lowest))
+    together = torch.cat([chosen, others[:, None]], 1)
+    return together - vocabulary.logsumexp(logits)[:, None]
