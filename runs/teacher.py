@@ -1,7 +1,6 @@
 """The teacher of distill.py: what it may be, and how it is loaded beside the student."""
 
 from functools import partial
-from pathlib import Path
 
 import torch
 

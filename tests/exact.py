@@ -187,6 +187,7 @@ def assert_trained(result: dict, case: dict, reference: dict | None = None) -> N
         optimizer=optimizer,
         objective=case.get("objective"),
         steps=steps_of(case),
+        parallel={"ep": case["parallel"].get("ep", 1)},  # for the teacher's family
     )
     expected = plain_training(json.dumps(given))
     # Newton-Schulz and the singular value decomposition agree to fewer digits.

@@ -14,18 +14,21 @@ from workers.train_cases import (
     BATCH,
     BETA,
     CLIP,
+    DISTILLED,
     KL,
+    TOP_K,
     batch_of,
     before_updates,
     build,
     config_of,
     initialize,
+    initialize_teacher,
     packed_pairs,
     scored_answers,
+    teacher_config,
 )
 
 from model import IGNORE, Llama
-from preferences import LOSSES
 from techniques.experts import MixtureOfExperts
 from techniques.nf4 import dequantized
 
@@ -83,13 +86,16 @@ def plain_update(loss, count: int, named: dict, optimizer, clip=CLIP, excess=())
 # ----------------------------------------------------------------------------- other objectives
 
 
+def distributions(bare: Llama, weights: dict, ids: list[int]) -> torch.Tensor:
+    """Return log p of the whole vocabulary at each token but the last, in a row of its own."""
+    given = {"tokens": torch.tensor(ids)[None, :-1]}
+    return torch.func.functional_call(bare, weights, (), given)[0].log_softmax(-1)
+
+
 def log_probabilities(bare: Llama, weights: dict, ids: list[int]) -> torch.Tensor:
     """Return log p of each token but the first, in a row of its own and without padding."""
-    row = torch.tensor(ids)
-    given = {"tokens": row[None, :-1]}
-    logits = torch.func.functional_call(bare, weights, (), given)[0]
-    following = row[1:, None]
-    return logits.log_softmax(-1).gather(1, following)[:, 0]
+    following = torch.tensor(ids)[1:, None]
+    return distributions(bare, weights, ids).gather(1, following)[:, 0]
 
 
 def plain_preferences(loss: str, bare: Llama, weights: dict, base: dict, rows) -> tuple:
@@ -144,6 +150,45 @@ def plain_rewards(bare: Llama, weights: dict) -> tuple:
     return total / BATCH, BATCH, (*means, max(gaps))
 
 
+def plain_teacher(case: dict) -> Llama:
+    """Return the teacher of a case on one process."""
+    model = config_of(teacher_config(case)).build().double()
+    initialize_teacher(model)
+    with_dense_experts(model)
+    return model.requires_grad_(False)
+
+
+def divergence(objective: str, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a target, given log p of the vocabulary by the student and the teacher."""
+    if objective == "top_k":  # all but the likeliest are one token
+        order = theirs.argsort(descending=True)
+        ours, theirs = (
+            torch.cat([each[order[:TOP_K]], each[order[TOP_K:]].exp().sum().log()[None]])
+            for each in (ours, theirs)
+        )
+    if objective == "reverse":
+        ours, theirs = theirs, ours
+    return (theirs.exp() * (theirs - ours)).sum()
+
+
+def plain_distillation(objective: str, bare: Llama, weights: dict, teacher: Llama, rows) -> tuple:
+    """Return the mean loss of the targets in rows of packed_pairs, their number, and how often the
+    likeliest token is the teacher's."""
+    pairs = packed_pairs()
+    losses = []
+    agreed = []
+    for row in rows:
+        for i in pairs.rows[row]:
+            ids, is_target = pairs.samples[i]
+            ours = distributions(bare, weights, ids)
+            theirs = distributions(teacher, {}, ids)
+            for student, target, counts in zip(ours, theirs, is_target[1:]):
+                if counts:
+                    losses.append(divergence(objective, student, target))
+                    agreed.append(float(student.argmax() == target.argmax()))
+    return torch.stack(losses).mean(), len(losses), (sum(agreed) / len(agreed),)
+
+
 # ------------------------------------------------------------------------------------- training
 
 
@@ -152,8 +197,8 @@ def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
     `key` is JSON, so that results can be cached: a case's config, packed, lora, own_loss, seq,
-    optimizer, objective and steps. Where it has adapters, a model without any computes with the
-    effective_weights."""
+    optimizer, objective, parallel and steps. Where it has adapters, a model without any computes
+    with the effective_weights."""
     case = json.loads(key)
     lora = case["lora"]
     objective = case["objective"]
@@ -174,10 +219,16 @@ def plain_training(key: str) -> dict:
     for name, weight in effective_weights(model, lora, with_adapters=False).items():
         base[name] = weight.detach().clone()
     rows = []
-    if objective in LOSSES:  # evaluation comes before
+    if objective in DISTILLED:
+        plain_objective = plain_distillation
+        compared = plain_teacher(case)
+    else:
+        plain_objective = plain_preferences
+        compared = base
+    if objective and objective != "rewards":  # evaluation comes before
         weights = effective_weights(model, lora)
         every_row = range(BATCH + 1)
-        loss, _, measures = plain_preferences(objective, bare, weights, base, every_row)
+        loss, _, measures = plain_objective(objective, bare, weights, compared, every_row)
         rows.append((loss.item(), *measures))
     first_gradients = {}
     for _ in range(case["steps"]):
@@ -193,7 +244,7 @@ def plain_training(key: str) -> dict:
                 loss, count, measures = plain_rewards(bare, weights)
             else:
                 trained = range(BATCH)
-                loss, count, measures = plain_preferences(objective, bare, weights, base, trained)
+                loss, count, measures = plain_objective(objective, bare, weights, compared, trained)
             row, gradients = plain_update(loss, count, trainable, optimizer, CLIP, excess)
             row += measures
         rows.append(row)

@@ -18,7 +18,7 @@ import pytest
 from conftest import HAS_2_13, asks_for_slow
 from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
-from workers.train_cases import BATCH, SEQ, config_of, steps_of
+from workers.train_cases import BATCH, DISTILLED, SEQ, config_of, steps_of
 
 from config import FLAGS, Work
 from plumbing.messages import UserError
@@ -222,8 +222,8 @@ for ranks in (1, 2):
     of_tp = make_case(ranks, PLAIN | dict(tp=ranks))
     QUICK[f"{ranks} ranks: tp={ranks} own loss"] = ranks, of_tp | dict(own_loss=True)
 
-# Preferences on rows of pairs, with the adapters off in a second forward, or with all weights; and
-# sampled answers that were rewarded.
+# Preferences on rows of pairs, with the adapters off in a second forward, or with all weights;
+# sampled answers that were rewarded; and rows of pairs whose targets a teacher predicts.
 OBJECTIVES = [
     (1, "sigmoid", "w1 w3", dict(microbatch=1, checkpointing="full")),
     (1, "ipo", "dora", dict(base_bits=4)),
@@ -245,23 +245,38 @@ OBJECTIVES = [
     (2, "rewards", "all", dict(tp=2)),
     (2, "rewards", "all", dict(cp=2, microbatch=4)),
     (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
+    (1, "forward", "all", dict(microbatch=1, checkpointing="full")),
+    (1, "reverse", "none", dict(tied=True)),
+    (2, "forward", "none", dict(dp="fsdp", microbatch=1)),
+    (2, "forward", "all", dict(tp=2)),
+    (2, "forward", "none", dict(dp="zero1")),
+    (2, "reverse", "none", dict(tp=2, tied=True)),
+    (2, "reverse", "all", dict(dp="fsdp", reshard="none")),
+    (2, "reverse", "none", dict(dp="fsdp", cp=2, microbatch=4)),
+    (2, "reverse", "none", dict(dp="fsdp", ep=2, family="mixtral")),
+    (2, "reverse", "none", dict(pp=2, schedule="interleaved", microbatch=1)),
+    (2, "top_k", "none", dict(tp=2, checkpointing="selective")),
+    (2, "top_k", "dora", dict(dp="ddp", base_bits=4)),
+    (2, "top_k", "all", dict(pp=2, microbatch=1)),
+    (4, "forward", "none", dict(dp="fsdp", tp=2, tied=True)),
 ]
 for ranks, objective, adapters, values in OBJECTIVES:
-    of_task = dict(packed=objective in LOSSES, adapters=adapters)
+    of_task = dict(packed=objective != "rewards", adapters=adapters)
     given = make_case(ranks, PLAIN | of_task | values)
     given |= dict(objective=objective, seq=24)
     QUICK[f"{ranks} ranks: {objective} {adapters} {values}"] = ranks, given
 
 
 def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, dict]]:
-    """Return some cases again as those of preferences or, where rows are no pairs, of rewards."""
+    """Return some cases again as those of preferences or of a teacher; where rows are not packed,
+    of rewards."""
     usable = []
     for name, (ranks, given) in cases.items():
         rounds = reference_of(given) is not None
         if not (rounds or "generate" in given):
             usable.append((name, ranks, given))
     found = {}
-    losses = itertools.cycle(LOSSES)
+    losses = itertools.cycle([*LOSSES, *DISTILLED])
     for name, ranks, given in usable[::3]:
         objective = next(losses) if given["packed"] else "rewards"
         found[f"{name} {objective}"] = ranks, given | dict(objective=objective, seq=24)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import changed_copy, with_fault
 from test_exact import LOSSES, QUICK, assert_result, slower_cases, train_all, train_references
+from workers.train_cases import DISTILLED
 
 FAULTS = {
     "parallel": [
@@ -90,6 +91,18 @@ FAULTS = {
         ("ReduceOp.MIN", "ReduceOp.SUM"),  # ranks along tp have computed the same
         ("return {name: value / pairs", "return {name: value / len(sums)"),
     ],
+    "distill": [
+        ("is_target = targets != IGNORE", "is_target = targets == targets"),  # prompts count
+        ("return loss.sum()", "return loss.sum() / is_target.sum()"),  # a mean of microbatches
+        ("reverse_kl if self.run.on_policy else", "forward_kl if self.run.on_policy else"),
+    ],
+    "divergence": [
+        ("lse.detach()[:, None]", "lse[:, None]"),  # whose gradient goes through other shards
+        ("/ vocabulary.sum(p)", ""),
+        ("log_p.exp() * (log_p - student)", "student.exp() * (log_p - student)"),
+        ("logits.masked_fill(is_chosen, lowest)", "logits"),
+        ("ids + vocabulary.vocab_start", "ids"),
+    ],
     "rewards": [
         ("return bounded.exp() *", "return (1 + bounded) *"),
         ("advantage < 0, not_below", "advantage > 0, not_below"),  # clipped on the wrong side
@@ -114,6 +127,8 @@ USES = {  # file -> whether a case of exact.py uses it; where it is not listed, 
     "async_tp": lambda parallel, **_: parallel["async_tp"],
     "muon": lambda parallel, **_: parallel["optimizer"] == "muon",
     "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
+    "distill": lambda parallel, **case: case.get("objective") in DISTILLED,
+    "divergence": lambda parallel, **case: case.get("objective") in DISTILLED,
     "rewards": lambda parallel, **case: case.get("objective") == "rewards",
     "answers": lambda parallel, **case: case.get("objective") == "rewards",
 }

@@ -4,7 +4,7 @@ A case has "parallel" (fields of ParallelConfig), "config" (see config_of) and "
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
 is a tenth. "objective" is a loss of preferences.py, which then trains on rows of pairs, or
-"rewards", for answers with advantages."""
+"rewards", for answers with advantages, or one of DISTILLED, a divergence of distill.py."""
 
 import copy
 import functools
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import distill
 import model as model_py
 import parallel as parallel_py
 import rewards
@@ -27,6 +28,7 @@ import techniques.expert_parallel as expert_parallel
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
+from distill import Distillation, Distilling
 from files.adapters import gather_adapters
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for, initial_value_of
@@ -84,6 +86,7 @@ def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
 
 
 BETA, KL = 0.3, 0.7
+DISTILLED, TOP_K = ("forward", "top_k", "reverse"), 7
 
 
 def packed_pairs() -> Packed:
@@ -139,6 +142,14 @@ def make_task(case: dict, model: Llama, world, work: Work) -> Task:
     if case["objective"] == "rewards":
         run = Rewarding(reward=Path(__file__).parents[2] / "docs/sums.py", kl=KL)
         return Rewards(run, job, world, work, None)
+    if case["objective"] in DISTILLED:
+        distill.load_teacher = functools.partial(split_teacher, case)
+        run = Distilling(
+            top_k=TOP_K if case["objective"] == "top_k" else 0,
+            on_policy=case["objective"] == "reverse",
+            eval_windows=BATCH + 1,
+        )
+        return Distillation(run, job, world, work, None)
     run = Preferring(
         beta=BETA,
         loss=case["objective"],
@@ -149,6 +160,29 @@ def make_task(case: dict, model: Llama, world, work: Work) -> Task:
     order = Order(BATCH + 1, work.seq_len, seed=0)  # reads all rows
     task.begin(Steps(0, 1, (), order))
     return task
+
+
+def teacher_config(case: dict) -> dict:
+    """Return the configuration of a case's teacher: another Llama or, with experts over ranks, one
+    with more layers."""
+    layers = case["config"]["n_layers"] + 1
+    if case["parallel"].get("ep", 1) > 1:
+        return case["config"] | dict(n_layers=layers, tie_embeddings=False)
+    return dict(dim=48, n_layers=layers, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=VOCAB)
+
+
+@torch.no_grad()
+def initialize_teacher(model: Llama) -> None:
+    """Let a teacher be surer than a model that begins, so that their divergence is large."""
+    model.init_weights(seed=9, assign=assign_shard)
+    if model.output:
+        to_local(model.output.weight).mul_(30)
+
+
+def split_teacher(case: dict, run: Distilling, world) -> Llama:
+    model = build(teacher_config(case)).requires_grad_(False)
+    parallelize(model, world, initialize_teacher)
+    return model.eval()
 
 
 def capped(hidden, weight):
@@ -261,7 +295,7 @@ def train(process, case: dict) -> dict:
     if not task:
         batch = batch_of(case["packed"], seq).microbatches(share)[world.data_rank]
         batch = share_sequences(batch, world)
-    elif isinstance(task, Preferences):
+    elif isinstance(task, Preferences | Distillation):
         totals = task.evaluate()
         measures = task.finish_measures(totals)
         rows.append((totals.mean_loss, *measures.values()))
@@ -282,6 +316,8 @@ def train(process, case: dict) -> dict:
     for step in range(1, steps + 1):
         if isinstance(task, Preferences):
             batch = task.with_base(batch)
+        elif isinstance(task, Distillation):
+            batch = task.with_teacher(batch)
         elif task:
             task.measured = task.seconds = {}
         count = counter if step == steps else nullcontext()
