@@ -97,6 +97,7 @@ class LoRALinear(nn.Linear):
     # All but the bias, in the order of product's arguments. What a layer does not have is None.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
     matrices = ("weight", "lora_A", "lora_B")
+    set_later = PARAMETERS[2:]  # by init_adapters
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
         out, width = base.out_features, base.in_features

@@ -363,10 +363,10 @@ class Llama(nn.Module):
         values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, attribute = name.rpartition(".")
-            if attribute.startswith("lora_") or not parameter.is_floating_point():
-                continue
             parent_path, _, layer_name = path.rpartition(".")
             parent, layer = self.get_submodule(parent_path), self.get_submodule(path)
+            if attribute in getattr(layer, "set_later", ()) or not parameter.is_floating_point():
+                continue
             value = torch.empty(parameter.shape, device=device or parameter.device)
             initial_value = initial_value_of(layer, attribute)
             if initial_value is None:

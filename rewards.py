@@ -56,19 +56,27 @@ from torch import Tensor
 from config import Totals
 from finetune_lora import Finetuning, Script, finetune
 from lora import adapters_off
-from parallel import used_techniques
 from plumbing import endings, processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
 from plumbing.parser import nonnegative_float, positive_float
 from plumbing.processes import meet
-from runs.answers import Answers, Sampled, open_prompts, replay, sample
+from runs.answers import (
+    Answers,
+    Sampled,
+    check_can_sample,
+    open_prompts,
+    prompts_of_evaluation,
+    prompts_of_step,
+    replay,
+    sample,
+)
 from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.flags import rate_flag
 from runs.scores import Stopped, batch_of
 from runs.task import Task
 from text.batch import Batch
-from text.order import Steps, window_of
+from text.order import Steps
 from text.packing import Rows
 from text.targets import SHOWN
 
@@ -188,11 +196,7 @@ class Rewards(Task):
     before_step = "sampling"
 
     def __post_init__(self):
-        if self.world.parallel.shard > 1 and not self.whole_model_fits:
-            problem = "sampling needs all weights on each rank, and they do not fit"
-            raise UserError(f"{problem}: give a larger --tp")
-        if any(technique.gain != 1 for technique in used_techniques(self.world.parallel)):
-            raise UserError("products in 8 bits would differ in sampling: leave them out")
+        check_can_sample(self)
         set_loss_of_each_target(self.job.model)
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
@@ -228,10 +232,8 @@ class Rewards(Task):
         of the step's answers, counted from the first answer of the run. The number of an answer
         tells which prompt it is to, and seeds its random numbers."""
         run = self.run
-        prompts = self.job.train_set.samples
         stop = self.job.tokenizer.stop
-        # Answers are counted as sequences are; those of a group follow each other.
-        asked = [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
+        asked = prompts_of_step(self, numbers)
         answers, sampled, rewards = self.answer(asked, numbers)
         rewards = rewards.view(-1, run.group)
         advantages, is_mixed = advantages_of(rewards, run.normalize)
@@ -414,11 +416,7 @@ class Rewards(Task):
 
     def evaluate(self) -> Totals:
         """Answer each held-out prompt once. The loss is minus the reward."""
-        prompts = self.job.val_set.samples
-        limit = min(self.run.eval_windows, len(prompts))
-        padded = self.world.parallel.padded(limit)
-        asked = [prompts[i % limit] for i in range(padded)]
-        numbers = range(-1, -1 - padded, -1)  # answers of training have none below 0
+        asked, numbers, limit = prompts_of_evaluation(self)
         answers, *_, rewards = self.answer(asked, numbers)
         lines = []
         for (_, record), answer in zip(asked[:SHOWN], answers):

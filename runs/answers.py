@@ -1,5 +1,6 @@
-"""Prompts that a model answers, and its answers as rows to train on: rewards.py."""
+"""Prompts that a model answers, and its answers as rows to train on: rewards.py, distill.py."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 
 from config import ParallelConfig
 from model import IGNORE, Llama
-from parallel import weights_at_hand
+from parallel import used_techniques, weights_at_hand
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
+from runs.scores import batch_of
+from runs.task import Task
 from techniques.decoding import check_length, generate
 from text.batch import Batch
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
+from text.order import window_of
 from text.packing import Rows
 from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
@@ -59,6 +63,33 @@ def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -
                 check_length(len(ids), run.max_new_tokens, run.seq_len)
                 splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
     return splits["train"], splits["val"]
+
+
+def prompts_of_step(task: Task, numbers: Sequence[int]) -> list:
+    """Return the prompts that a step's answers are to, given the numbers of these, counted from the
+    first answer of the run as sequences are. Answers of a group follow each other."""
+    prompts, run = task.job.train_set.samples, task.run
+    return [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
+
+
+def prompts_of_evaluation(task: Task) -> tuple[list, Sequence[int], int]:
+    """Return the held-out prompts, repeated so that ranks can share them evenly; the numbers of the
+    answers; and how many of them count."""
+    prompts = task.job.val_set.samples
+    limit = min(task.run.eval_windows, len(prompts))
+    padded = task.world.parallel.padded(limit)
+    asked = [prompts[i % limit] for i in range(padded)]
+    return asked, range(-1, -1 - padded, -1), limit  # answers of training have none below 0
+
+
+def check_can_sample(task: Task) -> None:
+    """Raise UserError where sampling does not fit, or would not sample what is trained."""
+    parallel = task.world.parallel
+    if parallel.shard > 1 and not task.whole_model_fits:
+        problem = "sampling needs all weights on each rank, and they do not fit"
+        raise UserError(f"{problem}: give a larger --tp")
+    if any(technique.gain != 1 for technique in used_techniques(parallel)):
+        raise UserError("products in 8 bits would differ in sampling: leave them out")
 
 
 class Record:
@@ -207,3 +238,45 @@ class Answers(Rows):
             for row, of_row in enumerate(rows):
                 choices[row, : len(of_row)] = of_row
         return replace(batch, target_values=values)
+
+
+class Answered(NamedTuple):
+    """This rank's share of a step's answers, and what is known of those of all ranks."""
+
+    batch: Batch  # whose targets are the tokens of answers
+    tokens: int  # that a model computes
+    measured: dict[str, float]
+    shown: str  # the first prompt with its answer
+
+
+def answered(
+    task: Task, asked: list, numbers: Sequence[int], counted: int | None = None
+) -> Answered:
+    """Answer prompts, each (ids, record), which ranks share. Answers to the first `counted` of them
+    have targets; by default all have."""
+    job, world = task.job, task.world
+    started = time.perf_counter()
+    own = slice(world.data_rank, None, world.parallel.data_size)  # every so-many-th is this rank's
+    prompts = [ids for ids, _ in asked[own]]
+    stop = job.tokenizer.stop
+    answers = sample(job.model, prompts, numbers[own], task.run, stop, world.parallel).answers
+    samples = []
+    for i, prompt, answer in zip(range(len(asked))[own], prompts, answers):
+        is_counted = counted is None or i < counted
+        is_target = [False] * len(prompt) + [is_counted] * len(answer)
+        samples.append((prompt + answer, is_target))
+    ended = sum(answer[-1] in stop for answer in answers)
+    length = sum(map(len, answers))
+    tokens = sum(len(ids) - 1 for ids, _ in samples)  # the last is a target only
+    sums = world.all_gather_scalars([ended, length, tokens]).sum(0)
+    copies = world.size / world.parallel.data_size  # ranks that have the same answers
+    ended, length, tokens = (sums / copies).tolist()
+    measured = {
+        "end": ended / len(asked),
+        "length": length / len(asked),
+        "sampling_seconds": time.perf_counter() - started,
+    }
+    rows = Rows(samples, job.tokenizer)
+    batch = batch_of(rows, range(len(rows)), world)
+    ids, _ = samples[0]
+    return Answered(batch, round(tokens), measured, f"--- {job.tokenizer.decode(ids)}\n---")

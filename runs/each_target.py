@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model import Llama
 from plumbing.devices import cast_by_autocast
-from techniques.chunked_loss import cross_entropies, in_chunks, wide_logits
+from techniques.chunked_loss import cross_entropies, some_at_a_time, wide_logits
 from text.batch import Batch
 
 
@@ -45,4 +45,4 @@ def from_logits(
         logits = [wide_logits(hidden, weight) for hidden, weight in zip(given, weights)]
         return function(*logits, *given[len(weights) :])
 
-    return in_chunks(of_chunk, *states, *of_tokens)
+    return some_at_a_time(of_chunk, *states, *of_tokens)

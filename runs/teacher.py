@@ -1,8 +1,10 @@
-"""The teacher of distill.py: what it may be, and how it is loaded beside the student."""
+"""The teacher of distill.py: what it may be, how it is loaded beside the student, and compared."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from config import ParallelConfig
 from files.directories import find_checkpoint, read_config
@@ -12,8 +14,12 @@ from model import Llama, LlamaConfig
 from parallel import World, parallelize, used_techniques
 from plumbing.messages import UserError
 from plumbing.processes import Process
+from plumbing.shards import to_local
 from runs import rules
+from runs.each_target import from_logits, hidden_states
 from techniques import nf4
+from techniques.divergence import likeliest, shares_of
+from text.batch import Batch
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -69,8 +75,63 @@ def check_vocabulary(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
         )
 
 
+class Teacher:
+    """A frozen model, split over ranks as the student is, and what its forward leaves for the loss:
+    the last hidden state of each token, [B, T, D], or with `top_k` the ids of the likeliest tokens,
+    their log p and that of all others together, [B, T, 2 top_k + 1]."""
+
+    def __init__(self, model: Llama, divergence: Callable, top_k: int):
+        self.model = model
+        self.divergence = divergence  # forward_kl or reverse_kl
+        self.top_k = top_k
+        model.loss = self.of_likeliest if top_k else hidden_states
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, microbatch: int) -> dict[str, Tensor]:
+        """Return what is left of a batch, by name. In a pipeline the last stage alone has it, and
+        needs it."""
+        left = []
+        for part in batch.microbatches(microbatch):
+            left.append(self.model(*part.inputs, documents=part.documents))
+        return {"teacher": torch.cat(left)} if left[0].ndim else {}
+
+    def of_likeliest(self, hidden: Tensor, weight: Tensor, targets, vocabulary) -> Tensor:
+        """As the model's `loss`: return ids and log p. float32 holds every id."""
+
+        def of_chunk(logits: Tensor) -> Tensor:
+            _, ids = likeliest(logits, self.top_k, vocabulary)
+            return torch.cat([ids.to(logits.dtype), shares_of(logits, ids, vocabulary)], 1)
+
+        return from_logits(of_chunk, [hidden], [weight])
+
+    def compare(self, left: Tensor, hidden: Tensor, weight: Tensor, vocabulary) -> Tensor:
+        """Return the divergence of each token, and 1 where both have the same likeliest token, else
+        0: [B, T, 2]. `left` is what `forward` has left of it; `hidden` and `weight` are the
+        student's."""
+        k = self.top_k
+
+        def of_logits(student: Tensor, teacher: Tensor) -> Tensor:
+            _, best = likeliest(teacher, 1, vocabulary)
+            return with_agreement(self.divergence(student, teacher, vocabulary), student, best)
+
+        def of_shares(student: Tensor, left: Tensor) -> Tensor:
+            ids, log_p = left[:, :k].long(), left[:, k:]
+            log_q = shares_of(student, ids, vocabulary)
+            loss = (log_p.exp() * (log_p - log_q)).sum(1)
+            return with_agreement(loss, student, ids[:, :1])
+
+        def with_agreement(loss: Tensor, student: Tensor, best: Tensor) -> Tensor:
+            _, own = likeliest(student.detach(), 1, vocabulary)
+            return torch.stack([loss, (own == best)[:, 0].to(loss.dtype)], 1)
+
+        if k:
+            return from_logits(of_shares, [hidden], [weight], left)
+        its_weight = to_local(self.model.output.weight)  # FSDP keeps it gathered
+        return from_logits(of_logits, [hidden, left], [weight, its_weight])
+
+
 def load_teacher(run, world: World) -> Llama:
-    """Return the teacher, split over ranks as the student is, with its weights."""
+    """Return the frozen model, split over ranks as the student is."""
     metadata, model = find_teacher(run, world)
     parallelize(model, world, partial(load_weights, metadata["directory"]))
     return model.eval()

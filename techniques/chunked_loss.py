@@ -71,10 +71,10 @@ def cross_entropies(
         losses = vocabulary.cross_entropy(wide_logits(hidden, weight), targets)
         return torch.where(targets != IGNORE, losses, 0)
 
-    return in_chunks(losses_of_chunk, hidden, targets)
+    return some_at_a_time(losses_of_chunk, hidden, targets)
 
 
-def in_chunks(function: Callable[..., Tensor], hidden: Tensor, *of_tokens: Tensor) -> Tensor:
+def some_at_a_time(function: Callable[..., Tensor], hidden: Tensor, *of_tokens: Tensor) -> Tensor:
     """Return function(hidden, ...), which computes each token by itself, for some tokens at a time.
     Backward runs it again, so that only one chunk's logits are in memory.
 

@@ -17,6 +17,7 @@ or methods, tell them what they have to know. Each may be left out:
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay is for these
     initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
+    set_later         names of its parameters that Llama.init_weights leaves to another file
     token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled

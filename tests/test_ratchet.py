@@ -37,6 +37,7 @@ PART_OF = {
     "files.save_checks": "checkpoint",
     "costs.plans": "costs.search",
     "finetune_lora": "lora",
+    "runs.teacher": "distill",
     "files.adapters": "lora",
     "techniques.expert_parallel": "techniques.experts",
     "models.mixtral": "techniques.experts",
