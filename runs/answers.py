@@ -260,20 +260,22 @@ def answered(
     prompts = [ids for ids, _ in asked[own]]
     stop = job.tokenizer.stop
     answers = sample(job.model, prompts, numbers[own], task.run, stop, world.parallel).answers
+    counted = len(asked) if counted is None else counted
     samples = []
+    ended = length = tokens = 0
     for i, prompt, answer in zip(range(len(asked))[own], prompts, answers):
-        is_counted = counted is None or i < counted
+        is_counted = i < counted
         is_target = [False] * len(prompt) + [is_counted] * len(answer)
         samples.append((prompt + answer, is_target))
-    ended = sum(answer[-1] in stop for answer in answers)
-    length = sum(map(len, answers))
-    tokens = sum(len(ids) - 1 for ids, _ in samples)  # the last is a target only
+        ended += is_counted and answer[-1] in stop
+        length += is_counted * len(answer)
+        tokens += len(prompt) + len(answer) - 1  # the last is a target only
     sums = world.all_gather_scalars([ended, length, tokens]).sum(0)
     copies = world.size / world.parallel.data_size  # ranks that have the same answers
     ended, length, tokens = (sums / copies).tolist()
     measured = {
-        "end": ended / len(asked),
-        "length": length / len(asked),
+        "end": ended / counted,
+        "length": length / counted,
         "sampling_seconds": time.perf_counter() - started,
     }
     rows = Rows(samples, job.tokenizer)
