@@ -8,8 +8,8 @@ torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp "fsdp --reshard none"
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
 torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finetune_lora.py]
-                            the same for fine-tuning; with --lora preferences or --lora rewards for
-                            these scripts
+                            the same for fine-tuning; with --lora preferences, --lora rewards or
+                            --lora distill for these scripts
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
                             first differs, and exit code 1
@@ -77,7 +77,7 @@ from text.batch import Batch
 from text.order import Order, Steps
 
 DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
-SCRIPTS = "finetune_lora", "preferences", "rewards"  # that `step --lora` measures
+SCRIPTS = "finetune_lora", "preferences", "rewards", "distill"  # that `step --lora` measures
 PARALLELISM = "parallelism: only plans with the given values"
 
 

@@ -57,7 +57,7 @@ def test_divergences_are_those_of_the_formulas(logits):
     reverse = (ours.exp() * (ours - theirs)).sum()
     same_loss(forward_kl(student, teacher, Vocabulary(V)).sum(), forward, student)
     same_loss(reverse_kl(student, teacher, Vocabulary(V)).sum(), reverse, student)
-    assert forward.item() != pytest.approx(reverse.item(), rel=0.1)
+    assert forward.item() != pytest.approx(reverse.item(), rel=0.01)
 
 
 def test_trl_computes_the_same(logits):
@@ -234,7 +234,7 @@ def test_a_run_goes_on_with_other_ranks(given, tmp_path):
 
 def test_a_teacher_in_4_bits_is_one_of_rounded_matrices(given, tmp_path):
     write_model(tmp_path / "rounded", LARGER, seed=6, change=lambda p: rounded(p.detach()))
-    exact = dict(eval_every=0, steps=1)
+    exact = dict(eval_every=0, steps=1, warmup=1)
     succeed(*command(given, tmp_path / "four", teacher_bits=4, **exact))
     succeed(*command(given | dict(teacher=tmp_path / "rounded"), tmp_path / "sixteen", **exact))
     succeed(*command(given, tmp_path / "whole", **exact))
@@ -246,7 +246,7 @@ def test_a_teacher_in_4_bits_is_one_of_rounded_matrices(given, tmp_path):
 
 
 def test_bench_step_times_the_teacher(given, tmp_path):
-    more = dict(steps=1, save_every=0, eval_every=0, dtype="float32")
+    more = dict(steps=1, warmup=1, save_every=0, eval_every=0, dtype="float32")
     _, *words = command(given, tmp_path / "none", **more)
     out = succeed("bench.py", "step", "--lora", "distill", *words, "--repeats", 1, nproc=2).out
     assert "| teacher | " in out
@@ -260,7 +260,7 @@ def test_other_vocabularies_are_named():
     ours = SimpleNamespace(pieces={0: b"a", 1: b"b", 2: b"c"})
     theirs = SimpleNamespace(pieces={0: b"a", 1: b"B"})
     check_vocabulary(ours, ours, "TEACHER")
-    with pytest.raises(Exception, match="TEACHER .* of 3 ids 2 differ, id 1 is 'B', and 'b' of"):
+    with pytest.raises(Exception, match=r"TEACHER .* of 3 ids 2 differ, id 1 is 'B', and 'b' of"):
         check_vocabulary(theirs, ours, "TEACHER")
 
 
@@ -290,7 +290,7 @@ def test_a_teacher_that_does_not_fit_is_refused(given, tmp_path, kind):
     elif kind == "rows":
         config, says = replace(LARGER, vocab_size=270), "its output has 270 rows, the student's 267"
     elif kind == "short":
-        config, says = replace(LARGER, max_seq_len=64), "use --seq-len 64"
+        config, says = replace(LARGER, max_seq_len=64), "maximum: --seq-len 64"
     elif kind == "heads":
         config, says = replace(LARGER, n_heads=3, n_kv_heads=3, dim=48), "--tp 2 cannot shard 3 key"
         more = dict(tp=2)
@@ -309,6 +309,6 @@ def test_a_teacher_that_does_not_fit_is_refused(given, tmp_path, kind):
 def test_the_teacher_is_no_part_of_a_checkpoint(given, tmp_path):
     """And the student alone is trained: a run leaves a model of its size."""
     out = tmp_path / "out"
-    succeed(*command(given, out, all_weights=True, steps=1, eval_every=0))
+    succeed(*command(given, out, all_weights=True, steps=1, warmup=1, eval_every=0))
     assert load_pretrained(out, torch.float64).config == CONFIG
     assert Distilling(teacher=given["teacher"]).references == 0
