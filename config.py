@@ -300,6 +300,7 @@ class Work:
     on_gpu: bool = False
     references: int = 0  # forwards without gradients, as of a base (preferences.py)
     updates: int = 1  # of the optimizer in a step, each by so many equal parts of the batch
+    teacher: Llama | None = None  # whole: its forward precedes a step (distill.py)
 
     @property
     def sequences(self) -> int:

@@ -48,7 +48,7 @@ from runs import answers
 from runs.each_target import cross_entropies
 from runs.scores import evenly_spaced, shared_batches
 from runs.task import Task
-from runs.teacher import Teacher, check_teacher, load_teacher
+from runs.teacher import Teacher, find_teacher, load_teacher
 from techniques.divergence import forward_kl, reverse_kl
 from text.batch import Batch
 from text.order import Steps
@@ -193,7 +193,7 @@ def make_task(run: Distilling, *given) -> Distillation:
     return OnPolicy(run, *given) if run.on_policy else Distillation(run, *given)
 
 
-SCRIPT = Script(Distilling, open_data, make_task, check_teacher)
+SCRIPT = Script(Distilling, open_data, make_task, find_teacher)
 main = partial(finetune, SCRIPT)
 
 if __name__ == "__main__":

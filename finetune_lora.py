@@ -156,8 +156,8 @@ class Script(NamedTuple):
     flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
     task: Callable[..., Task] = Task
-    # (run, parallel, the base's configuration, its tokenizer, process): what it refuses
-    check: Callable = lambda *given: None
+    # (run, parallel, the base's configuration, its tokenizer, process) -> a teacher on meta
+    find_teacher: Callable = lambda *given: None
 
 
 def open_conversations(
@@ -285,7 +285,7 @@ def prepare(
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
     rules.check_training_flags(run, parallel, base["model"], process, *techniques)
-    script.check(run, parallel, base["model"], tokenizer, process)
+    teacher = script.find_teacher(run, parallel, base["model"], tokenizer, process)
     with torch.device("meta"):
         model = base["model"].build()
         of_all = "" if run.adapters else " of all weights"
@@ -325,6 +325,7 @@ def prepare(
             partial(digest_of_weights, base["directory"])
         ),
         techniques=techniques,
+        teacher=teacher,
     )
     return job, examples
 

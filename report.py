@@ -37,8 +37,10 @@ PANELS = [
     Panel("loss", "loss", "nats a token"),
     Panel("loss_of_pairs", "loss of a pair", "nats"),
     Panel("loss_of_rewards", "loss of an answer", "near 0: watch the reward"),
+    Panel("loss_of_teacher", "distance to the teacher", "nats a token"),
     Panel("bits_per_byte", "loss a byte", "bits a byte of text"),
     Panel("reward", "reward", "mean of answers"),
+    Panel("agreement", "targets whose likeliest token is the teacher's", "share"),
     Panel("mixed", "groups whose rewards differ", "share"),
     Panel("end", "answers that end", "share"),
     Panel("length", "length of an answer", "tokens"),
@@ -84,6 +86,8 @@ def with_kind_of_loss(row: dict) -> dict:
     kind = ""
     if "margin" in row:
         kind = "_of_pairs"
+    if "agreement" in row:
+        kind = "_of_teacher"
     if "reward" in row:
         kind = "_of_rewards"
         row = {name: value for name, value in row.items() if name != "val_loss"}

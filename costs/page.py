@@ -114,7 +114,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
     state = _state(all_units, p)
     state["optimizer"] += more["optimizer"]
-    state["kept"] = more["kept"]
+    state["kept"] = more["kept"] + _of_teacher(work, pp_rank, shards)
     sums = _gradient_sums(all_units, work)
     if p.strategy.uses_fsdp:
         gathered = _gathered(root, of_blocks, L, p)
@@ -169,6 +169,22 @@ def _state(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
         gradients += trained * g / p.shards("gradients", unit.kind)
         optimizer += trained * 2 * p.moment_bytes / p.shards("optimizer", unit.kind)
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+
+
+def _of_teacher(work: Work, pp_rank: int, shards: int) -> float:
+    """Return the bytes of a teacher's weights, of those that FSDP has gathered at once, and of the
+    hidden states that it leaves of a rank's sequences (with --top-k there are fewer)."""
+    if not work.teacher:
+        return 0
+    p = work.parallel
+    part = part_of(work.teacher, pp_rank, p.pp, p.stages_per_rank)
+    root, *of_blocks = all_units = units(part, p, shards)
+    held = _state(all_units, p)["parameters"]
+    if p.strategy.uses_fsdp:
+        held += _gathered(root, of_blocks, len(part.layers), p)
+    if part.output is not None:
+        held += work.sequences * work.length * work.teacher.config.dim * p.weight_bytes
+    return held
 
 
 def _gradient_sums(all_units: list[Unit], work: Work) -> float:

@@ -57,6 +57,7 @@ class Job:
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
     base_digest: str = ""  # by which a resumed run notices other weights there
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
+    teacher: Llama | None = None  # of distill.py: on meta, whole
 
 
 def join(run: Run) -> tuple[Process, ParallelConfig]:
@@ -179,7 +180,7 @@ def ratio_of_peaks(work: Work) -> float:
     try:
         ended = subprocess.run(
             command,
-            input=pickle.dumps(work),
+            input=pickle.dumps(replace(work, teacher=None)),
             capture_output=True,
             cwd=root,
             timeout=300,
@@ -219,6 +220,7 @@ def choose_split(
     """Choose how a step is split, given what the run asks for; return the World and the step."""
     packed = job.train_set.document_mask
     asked = rules.work_of(run, parallel, job.whole, process, packed)
+    asked = replace(asked, teacher=job.teacher)
     work, reason = choose_work(asked, run.parallel.shard, process)
     rules.check_work(work, *job.techniques)
     process.check_same("the validation data", job.val_set.checksum())  # or ranks evaluate unequally

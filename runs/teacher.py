@@ -12,7 +12,7 @@ from files.loading import load_weights
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from parallel import World, parallelize, used_techniques
-from plumbing.messages import UserError
+from plumbing.messages import UserError, print_rank_zero
 from plumbing.processes import Process
 from plumbing.shards import to_local
 from runs import rules
@@ -23,7 +23,7 @@ from text.batch import Batch
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
-def find_teacher(run, process: Process) -> tuple[dict, Llama]:
+def open_teacher(run, process: Process) -> tuple[dict, Llama]:
     """Return what read_config says of --teacher, and the model on meta, frozen."""
     directory = process.broadcast_from_rank_zero(partial(find_checkpoint, run.teacher))
     metadata = read_config(directory)
@@ -34,12 +34,12 @@ def find_teacher(run, process: Process) -> tuple[dict, Llama]:
     return metadata, model
 
 
-def check_teacher(
+def find_teacher(
     run, parallel: ParallelConfig, student: LlamaConfig, tokenizer: Tokenizer, process: Process
-) -> None:
-    """Raise UserError for a teacher that the student cannot be compared with, or that cannot be
-    split as the student is."""
-    metadata, model = find_teacher(run, process)
+) -> Llama:
+    """Return the teacher on meta. Raise UserError for one that the student cannot be compared with,
+    or that cannot be split as the student is."""
+    metadata, model = open_teacher(run, process)
     teacher = f"--teacher {metadata['directory']}"
     if not metadata["tokenizer"]:
         raise UserError(f"{teacher} has no tokenizer to compare: put the student's beside it")
@@ -60,6 +60,7 @@ def check_teacher(
         rules.check_work(work, *techniques)
     except UserError as error:
         raise UserError(f"{teacher}: {error}")
+    return model
 
 
 def check_vocabulary(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
@@ -132,6 +133,11 @@ class Teacher:
 
 def load_teacher(run, world: World) -> Llama:
     """Return the frozen model, split over ranks as the student is."""
-    metadata, model = find_teacher(run, world)
+    metadata, model = open_teacher(run, world)
     parallelize(model, world, partial(load_weights, metadata["directory"]))
+    held = sum(to_local(parameter).nbytes for parameter in model.parameters())
+    print_rank_zero(
+        f"teacher: {metadata['directory']}, of which a rank holds {held / 1e9:.3g} GB; what its "
+        f"forward sends is in no figure above"
+    )
     return model.eval()

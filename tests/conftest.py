@@ -250,6 +250,7 @@ READERS = {  # script -> what reads its command line; Parser.parse_args for all 
     "finetune_lora.py": "finetune_lora.parse",
     "preferences.py": "finetune_lora.parse",
     "rewards.py": "finetune_lora.parse",
+    "distill.py": "finetune_lora.parse",
     "generate.py": "generate.parse",
     "evaluate.py": "evaluate.parse",
     "bench.py": "bench.parse_command",

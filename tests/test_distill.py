@@ -17,10 +17,13 @@ from test_formats import our_model, stored
 from test_train import as_flags, resumes, same_metrics
 
 import techniques.chunked_loss as chunked_loss
+from config import ParallelConfig, Work
+from costs.page import holds
 from distill import Distillation, Distilling
 from files.conversion import write_checkpoint
 from files.loading import load_pretrained
 from model import IGNORE, Vocabulary
+from perf.instruments import build_on_meta
 from runs.each_target import cross_entropies, from_logits
 from runs.teacher import check_vocabulary
 from techniques.divergence import forward_kl, likeliest, reverse_kl, shares_of
@@ -243,6 +246,20 @@ def test_a_teacher_in_4_bits_is_one_of_rounded_matrices(given, tmp_path):
     )
     assert four == pytest.approx(sixteen, rel=1e-12)
     assert four != pytest.approx(whole, rel=1e-6)
+
+
+def test_a_teacher_is_counted_in_memory():
+    """--dp auto has to know of its weights, and of the hidden states that it leaves."""
+    student, teacher = (build_on_meta(config) for config in (CONFIG, LARGER))
+    teacher.requires_grad_(False)
+    work = Work(student, ParallelConfig(), batch=8, microbatch=2, seq_len=16)
+    beside = replace(work, teacher=teacher)
+    weights = sum(parameter.nbytes for parameter in teacher.parameters())
+    more = weights + 8 * 16 * LARGER.dim * 4
+    assert holds(beside)["kept"] == more
+    assert holds(beside)["peak"] == holds(work)["peak"] + more
+    sharded = ParallelConfig(dp="fsdp", shard=4)
+    assert holds(replace(beside, parallel=sharded))["kept"] < more
 
 
 def test_bench_step_times_the_teacher(given, tmp_path):

@@ -30,8 +30,10 @@ from text.bpe import train_tokenizer
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = "train finetune_lora preferences rewards generate evaluate bench data checkpoint report"
+SCRIPTS = "train finetune_lora preferences rewards distill generate evaluate bench data checkpoint"
+SCRIPTS += " report"
 SCRIPTS = [f"{name}.py" for name in SCRIPTS.split()]
+TRAINING = SCRIPTS[:5]
 # Not the project's, mostly not installed. .ci/run runs pip, pytest; test_changes.py git apply.
 OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval python3 cd .".split()
 
@@ -114,7 +116,7 @@ def test_a_script_takes_the_flags(command):
     assert (ROOT / command.script).exists()
     if command.script in SCRIPTS:
         args = parsed_by(command.script, *command.arguments)
-    if command.script in ("train.py", "finetune_lora.py", "preferences.py", "rewards.py"):
+    if command.script in TRAINING:
         split = args.parallel
         launcher = dict(zip(command.launcher[::2], command.launcher[1::2]))
         nodes = launcher.get("--nnodes", "1")
@@ -196,6 +198,7 @@ SMALL = {  # what is appended to the commands
     "finetune_lora.py": FEW,
     "preferences.py": FEW.replace("64", "256"),
     "rewards.py": FEW.replace("64", "128") + " --max-new-tokens 4",
+    "distill.py": FEW,
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
@@ -416,6 +419,7 @@ def test_losses_of_different_kinds_have_panels_of_their_own(tmp_path):
         "text": {"bits_per_byte": 1.0},
         "pairs": {"margin": 0.5, "accuracy": 1.0},
         "rewards": {"reward": 0.5, "news": 0.1, "val_reward": 0.4},
+        "teacher": {"agreement": 0.5},
     }
     found = {}
     for name, measures in kinds.items():
@@ -424,10 +428,11 @@ def test_losses_of_different_kinds_have_panels_of_their_own(tmp_path):
         (out / "metrics.jsonl").write_text(json.dumps(row))
         found[name] = read_run(out)
     curves = {name: run["curves"].keys() - kinds[name] for name, run in found.items()}
-    assert curves == {"text": {"loss"}, "pairs": {"loss_of_pairs"}, "rewards": {"loss_of_rewards"}}
+    losses = {"pairs": {"loss_of_pairs"}, "rewards": {"loss_of_rewards"}}
+    assert curves == losses | {"text": {"loss"}, "teacher": {"loss_of_teacher"}}
     evaluated = [name for run in found.values() for name in run["evaluations"][0]]
     evaluated = {name for name in evaluated if name.startswith("val")}
-    assert evaluated == {"val_loss", "val_loss_of_pairs", "val_reward"}
+    assert evaluated == {"val_loss", "val_loss_of_pairs", "val_reward", "val_loss_of_teacher"}
     assert [panel.title for panel in panels_of([*found.values()])[len(PANELS) :]] == ["news"]
 
 

@@ -14,6 +14,7 @@ from test_layout import FILES
 from test_train import flags
 
 from bench import COMMANDS
+from distill import Distilling
 from evaluate import Evaluation
 from finetune_lora import Finetuning
 from generate import Generation
@@ -49,7 +50,7 @@ def test_command_lines_are_read_as_before(script):
             assert {name: found[name] for name in expected} == expected, line
 
 
-@pytest.mark.parametrize("kind", [Pretraining, Finetuning, Preferring, Rewarding])
+@pytest.mark.parametrize("kind", [Pretraining, Finetuning, Preferring, Rewarding, Distilling])
 def test_help_begins_with_ten_flags(kind, capsys):
     with pytest.raises(SystemExit):
         parse(kind, ["--help"])
@@ -62,7 +63,8 @@ def test_help_begins_with_ten_flags(kind, capsys):
 
 def test_nothing_is_changed_after_parsing():
     """Neither a record nor a namespace; and every record has the flags that are read of it."""
-    kinds = Preferring, Rewarding, Generation, Evaluation, *(kind for _, kind in COMMANDS.values())
+    kinds = [Preferring, Rewarding, Distilling, Generation, Evaluation]
+    kinds += [kind for _, kind in COMMANDS.values()]
     for kind in kinds:
         assert kind.__dataclass_params__.frozen, kind
     names = {"args", "run", "asked"}

@@ -18,7 +18,7 @@ from techniques.optimizers import PEAK_RATES
 from text.bpe import train_tokenizer
 
 PAGE = ROOT / "docs/moving.md"
-TRAINING = ("train.py", "finetune_lora.py", "preferences.py", "rewards.py")
+TRAINING = ("train.py", "finetune_lora.py", "preferences.py", "rewards.py", "distill.py")
 SECTIONS = re.findall(r"^## (.*)\n((?:.*\n)*?)(?=## |\Z)", PAGE.read_text(), re.MULTILINE)
 WHOLE_LENGTH = 8192  # the longest row of all recipes
 SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --ffn-dim 32"  # in place of a preset's
