@@ -293,7 +293,7 @@ def step(asked: Measurement, run: Run) -> str:
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, job.last_step, job.lr, run)
-    task = task_of_script(run, job, world, work, sample_text=None)
+    task = task_of_script(run, job, world, work, None)  # it shows no text
     steps = steps_of(run, job, work, saved=[])
     task.begin(steps)
     with contextlib.closing(batches_without_end(task, steps)) as batches:
