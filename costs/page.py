@@ -112,12 +112,16 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     for technique in (*used_techniques(p), lora.TECHNIQUE):
         more.update(technique.holds(part, work))
 
-    state = _state(all_units, p)
+    state = state_of(all_units, p)
     state["optimizer"] += more["optimizer"]
-    state["kept"] = more["kept"] + _of_teacher(work, pp_rank, shards)
+    state["kept"] = more["kept"]
+    if work.teacher:
+        from costs.teacher import held_of_teacher  # here, since distill.py alone has one
+
+        state["kept"] += held_of_teacher(work, pp_rank)
     sums = _gradient_sums(all_units, work)
     if p.strategy.uses_fsdp:
-        gathered = _gathered(root, of_blocks, L, p)
+        gathered = gathered_of(root, of_blocks, L, p)
     else:
         gathered = _autocast_copies(root, of_blocks, work)
 
@@ -155,7 +159,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     }
 
 
-def _state(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
+def state_of(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
     """Return the bytes of what a rank keeps from step to step, and of its gradients."""
     g = p.grad_bytes
     parameters = gradients = optimizer = 0.0
@@ -171,22 +175,6 @@ def _state(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
 
 
-def _of_teacher(work: Work, pp_rank: int, shards: int) -> float:
-    """Return the bytes of a teacher's weights, of those that FSDP has gathered at once, and of the
-    hidden states that it leaves of a rank's sequences (with --top-k there are fewer)."""
-    if not work.teacher:
-        return 0
-    p = work.parallel
-    part = part_of(work.teacher, pp_rank, p.pp, p.stages_per_rank)
-    root, *of_blocks = all_units = units(part, p, shards)
-    held = _state(all_units, p)["parameters"]
-    if p.strategy.uses_fsdp:
-        held += _gathered(root, of_blocks, len(part.layers), p)
-    if part.output is not None:
-        held += work.sequences * work.length * work.teacher.config.dim * p.weight_bytes
-    return held
-
-
 def _gradient_sums(all_units: list[Unit], work: Work) -> float:
     """Return the bytes of gradients that are not sharded while backward computes: their sums over
     microbatches, or DDP's buckets."""
@@ -198,7 +186,7 @@ def _gradient_sums(all_units: list[Unit], work: Work) -> float:
     return sums / p.shard if p.strategy.uses_fsdp and p.reshard == "all" else sums
 
 
-def _gathered(root: Unit, of_blocks: list[Unit], L: int, p: ParallelConfig) -> float:
+def gathered_of(root: Unit, of_blocks: list[Unit], L: int, p: ParallelConfig) -> float:
     """Return the bytes of the weights that FSDP has gathered: the root's, and those of two of the
     largest of L blocks."""
     if p.reshard == "none" or p.shard == 1:

@@ -153,9 +153,9 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
 def stamped_step(training: Training, silent: list[str]) -> Callable:
     """Run train.py's step with time stamps, and return the function that reads them: `data` is the
     wait for a batch that was read ahead; in its place preferences.py has `reference`, the base's
-    forward, and rewards.py `sampling`. `pass` is forward and backward, including the communication
-    of gradients. Without collectives over the dimensions `silent`, if there are any, gradients are
-    garbage: then discard them in place of the update."""
+    forward, rewards.py `sampling`, distill.py `teacher`. `pass` is forward and backward, including
+    the communication of gradients. Without collectives over the dimensions `silent`, if there are
+    any, gradients are garbage: then discard them in place of the update."""
     world = training.world
     optimizer = training.optimizer
     start = time.perf_counter()

@@ -5,11 +5,47 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from model import Llama
+from model import IGNORE, Llama, Vocabulary, logits_of
 from plumbing.devices import cast_by_autocast
-from techniques.chunked_loss import cross_entropies, some_at_a_time, wide_logits
+from techniques.chunked_loss import tokens_at_a_time
 from text.batch import Batch
+
+
+def cross_entropies(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """Return -log p of each target, 0 for IGNORE, in float32 or float64: [B, T].
+
+    A task whose loss is another function of log p makes it of these. So the gradients of a chunk
+    are unknown before backward, which computes the logits of each chunk again."""
+
+    def losses_of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        losses = vocabulary.cross_entropy(wide_logits(hidden, weight), targets)
+        return torch.where(targets != IGNORE, losses, 0)
+
+    return some_at_a_time(losses_of_chunk, hidden, targets)
+
+
+def some_at_a_time(function: Callable[..., Tensor], hidden: Tensor, *of_tokens: Tensor) -> Tensor:
+    """Return function(hidden, ...), which computes each token by itself, for some tokens at a time.
+    Backward runs it again, so that only one chunk's logits are in memory.
+
+    hidden [B, T, D], of_tokens [B, T, ...]; the function is given [n, ...] of each -> [B, T, ...]
+    """
+    size = tokens_at_a_time(hidden.is_cuda, compiled=False)
+    shape = hidden.shape[:-1]
+    last = len(shape) - 1
+    chunks = [tensor.flatten(0, last).split(size) for tensor in (hidden, *of_tokens)]
+    parts = [checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*chunks)]
+    return torch.cat(parts).unflatten(0, shape)
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return logits in float32 or float64, from which losses are computed."""
+    logits = logits_of(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def set_loss_of_each_target(model: Llama) -> None:

@@ -1,10 +1,11 @@
 """What a run is asked: frozen records whose fields are the flags of the training scripts.
 
 `Run` has what all scripts share, and `Pretraining` what train.py adds. finetune_lora.py adds
-`Finetuning`, from which preferences.py and rewards.py derive their own. A record is parsed once and
-never changes: what the device, the data and a checkpoint decide is in Job (runs/setup.py),
-Steps (text/order.py) and Work (config.py). may_change=True means that no warning is printed when a
-resumed run changes a flag: it is still the same experiment, or another check refuses the change.
+`Finetuning`, from which preferences.py, rewards.py and distill.py derive their own. A record is
+parsed once and never changes: what the device, the data and a checkpoint decide is in Job
+(runs/setup.py), Steps (text/order.py) and Work (config.py). may_change=True means that no warning
+is printed when a resumed run changes a flag: it is still the same experiment, or another check
+refuses the change.
 """
 
 import functools

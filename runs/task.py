@@ -4,6 +4,7 @@
     finetune_lora.py  Task                the next token of answers
     preferences.py    Preferences(Task)   which of two answers is better
     rewards.py        Rewards(Task)       what a program thinks of the model's own answers
+    distill.py        Distillation(Task)  what a larger model would say
 
 The loop of train.py calls `begin` and `batches` once each. In each step it takes the next batch,
 then calls `loss` for each microbatch, then `count`, then `finish_measures`; and now and then

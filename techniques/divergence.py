@@ -21,7 +21,9 @@ from model import Vocabulary
 def forward_kl(student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return KL(teacher, student) [n], whose logits [n, V] are given."""
     log_p = teacher - vocabulary.logsumexp(teacher)[:, None]
-    return vocabulary.sum(log_p.exp() * (log_p - student)) + vocabulary.logsumexp(student)
+    p = log_p.exp()
+    mean = vocabulary.sum(p * (log_p - student))
+    return mean + vocabulary.logsumexp(student)
 
 
 def reverse_kl(student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -34,10 +36,13 @@ def reverse_kl(student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tens
 
 def likeliest(logits: Tensor, k: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each token and their ids in the whole vocabulary, [n, k]."""
-    room = max(0, k - logits.shape[-1])  # a shard may have fewer
-    values, ids = F.pad(logits, (0, room), value=-torch.inf).topk(k)
-    values = vocabulary.all_gather(values).movedim(0, 1).flatten(1)  # [n, shards k]
-    ids = vocabulary.all_gather(ids + vocabulary.vocab_start).movedim(0, 1).flatten(1)
+    missing = max(0, k - logits.shape[-1])  # a shard may have fewer
+    padded = F.pad(logits, (0, missing), value=-torch.inf)
+    values, ids = padded.topk(k)
+    ids = ids + vocabulary.vocab_start
+    values, ids = (vocabulary.all_gather(each) for each in (values, ids))  # [shards, n, k] each
+    values = values.movedim(0, 1).flatten(1)  # [n, shards k]
+    ids = ids.movedim(0, 1).flatten(1)
     values, places = values.topk(k)
     return values, ids.gather(1, places)
 
@@ -49,8 +54,11 @@ def shares_of(logits: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
     columns = torch.where(is_here, columns, 0)
     chosen = torch.where(is_here, logits.gather(1, columns), 0)
     chosen = vocabulary.all_gather(chosen).sum(0)
-    is_chosen = torch.zeros_like(logits).scatter_add(1, columns, is_here.to(logits.dtype)) > 0
-    lowest = torch.finfo(logits.dtype).min / 2  # with -inf, a shard of chosen ones had no gradient
-    others = vocabulary.logsumexp(logits.masked_fill(is_chosen, lowest))
+    counts = torch.zeros_like(logits)
+    counts = counts.scatter_add(1, columns, is_here.to(counts.dtype))
+    lowest = torch.finfo(logits.dtype).min / 2  # with -inf, a shard of chosen ones would give NaN
+    rest = logits.masked_fill(counts > 0, lowest)
+    others = vocabulary.logsumexp(rest)
+    lse = vocabulary.logsumexp(logits)
     together = torch.cat([chosen, others[:, None]], 1)
-    return together - vocabulary.logsumexp(logits)[:, None]
+    return together - lse[:, None]

@@ -99,8 +99,8 @@ FAULTS = {
     "divergence": [
         ("lse.detach()[:, None]", "lse[:, None]"),  # whose gradient goes through other shards
         ("/ vocabulary.sum(p)", ""),
-        ("log_p.exp() * (log_p - student)", "student.exp() * (log_p - student)"),
-        ("logits.masked_fill(is_chosen, lowest)", "logits"),
+        ("log_p = teacher - vocabulary", "log_p = student - vocabulary"),
+        ("rest = logits.masked_fill(counts > 0, lowest)", "rest = logits"),
         ("ids + vocabulary.vocab_start", "ids"),
     ],
     "rewards": [
