@@ -191,7 +191,7 @@ RUNS = [
 def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
     """The loss falls; a resumed run ends the same in every bit."""
     succeed(*command(given, tmp_path / "one", **more))
-    on_two = command(given, tmp_path / "two", microbatch=1, **mesh | more)
+    on_two = command(given, tmp_path / "two", **dict(microbatch=1) | mesh | more)
     out = succeed(*on_two, nproc=2).out
     rows = metrics(tmp_path / "one")
     same_metrics(metrics(tmp_path / "two"), rows)
