@@ -46,9 +46,9 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_729, "bench": 97_484,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 29_858, "techniques": 25_762, "costs": 9_143, "perf": 12_285, "runs": 17_073,
+    "top": 31_058, "techniques": 26_083, "costs": 9_327, "perf": 12_285, "runs": 19_114,
     "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_309, "labs": 68_198,
-    "tests": 150_171, "docs": 11_154,
+    "tests": 154_324, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
