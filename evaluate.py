@@ -58,8 +58,8 @@ class Evaluation(ModelToLoad):
                                type=positive_int)
     microbatch: int = flag(8, "sequences computed at a time")
     max_new_tokens: int = flag(ROOM, "tokens of a written answer")
-    details: Path | None = flag(None, "write each question with the model's answer, as JSON lines",
-                                type=Path, metavar="FILE")
+    json: Path | None = flag(None, "write each question with the model's answer, as JSON lines",
+                             type=Path, metavar="FILE")
     # The other flags of ParallelConfig change what is learned.
     parallel: ParallelConfig = within(ParallelConfig, [*MAY_CHANGE, "dtype"],
                                       "how the model is split over ranks")
@@ -68,10 +68,10 @@ class Evaluation(ModelToLoad):
     def check(self) -> None:
         if not self.data and not self.exam:
             raise UserError("nothing to score: give --data, --exam or both")
-        if self.details and self.details.exists():
-            before = self.details.read_bytes()
+        if self.json and self.json.exists():
+            before = self.json.read_bytes()
             if b'"log_likelihoods"' not in before and b'"written"' not in before:
-                problem = f"--details {self.details} exists, and has no answers"
+                problem = f"--json {self.json} exists, and has no answers"
                 raise UserError(f"{problem}: give another name")
 
 
@@ -138,8 +138,8 @@ def main() -> None:
         scores, details = take_exam(model, exam, asked.microbatch, world)
         n_questions = f"{len(details):,} questions"
         print_rank_zero(f"{asked.exam}: {n_questions}: {describe_exam(scores)}", end="")
-        if asked.details and process.rank == 0:
-            write_atomically(asked.details, "".join(f"{json.dumps(row)}\n" for row in details))
+        if asked.json and process.rank == 0:
+            write_atomically(asked.json, "".join(f"{json.dumps(row)}\n" for row in details))
 
 
 if __name__ == "__main__":

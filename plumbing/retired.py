@@ -27,6 +27,7 @@ RETIRED = {
     ),
     ("--top",): "bench.py plan writes all plans to the file of --json",
     ("--document-length",): "bench.py plan predicts whole sequences",
+    ("--details",): "evaluate.py writes questions and answers to the file of --json",
     ("--context",): "bench.py generate takes the tokens of a prompt as --seq-len",
     ("--per-node",): "give --gpus NODESxGPUS, as 4x4",
     ("--every",): OF_DILOCO,

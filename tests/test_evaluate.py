@@ -156,7 +156,7 @@ def adapter(base, files, sums, tmp_path_factory) -> Path:
 def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **options) -> str:
     exam, _ = files
     given = ["--dtype=float64", "--seq-len=24", f"--max-new-tokens={ROOM}", *more]
-    given += ["--exam", exam, "--details", out]
+    given += ["--exam", exam, "--json", out]
     return succeed("evaluate.py", directory, *given, **options).out
 
 

@@ -43,11 +43,11 @@ plumbing
 DENSITY = {"": 9.5, "techniques": 9.9, "costs": 9.6, "labs": 9.7, "tests": 11.0}
 REACH = {  # tokens of code that `import` runs, at most
     "lora": 11_000, "generate": 40_500, "parallel": 35_000, "data": 26_500, "checkpoint": 37_000,
-    "train": 90_729, "bench": 97_484,
+    "train": 90_652, "bench": 97_407,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
     "top": 31_058, "techniques": 26_083, "costs": 9_327, "perf": 12_285, "runs": 19_114,
-    "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_309, "labs": 68_198,
+    "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_316, "labs": 68_198,
     "tests": 154_324, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
@@ -182,7 +182,7 @@ def test_folders_hold_no_more():
     assert {name: n for name, n in held.items() if n > TOKENS[name]} == {}
 
 
-def test_flags_are_at_most_101(monkeypatch):
+def test_flags_are_at_most_100(monkeypatch):
     """Distinct names, over all scripts but those of labs/; --x and --no-x are one."""
     flags, add_argument = set(), argparse._ActionsContainer.add_argument
 
@@ -196,7 +196,7 @@ def test_flags_are_at_most_101(monkeypatch):
         with contextlib.suppress(UserError):  # some ask for more
             parsed_by(f"{name}.py")
     assert {"--compile", "--rank", "--gpus", "--system", "--val-fraction", "--format"} <= flags
-    assert len(flags) <= 101, sorted(flags)
+    assert len(flags) <= 100, sorted(flags)
 
 
 def test_the_map_is_of_these_files():

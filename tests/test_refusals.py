@@ -110,7 +110,7 @@ REFUSALS = """
 1 | checkpoint.py export {bare} {out} --format gguf | has no tokenizer: import it with --tokenizer
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
-1 | evaluate.py {base} --exam {sums} --details {sums} | exists, and has no answers
+1 | evaluate.py {base} --exam {sums} --json {sums} | exists, and has no answers
 3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
 1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
 # ----------------------------------------------------------------------------------- bench.py
