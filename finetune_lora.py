@@ -156,8 +156,9 @@ class Script(NamedTuple):
     flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
     task: Callable[..., Task] = Task
-    # (run, parallel, the base's configuration, its tokenizer, process) -> a teacher on meta
-    find_teacher: Callable = lambda *given: None
+    # (run, parallel, the base's configuration, its tokenizer, process) -> a teacher on meta, and
+    # its digest by the name that Job.digests has for it
+    find_teacher: Callable = lambda *given: (None, {})
 
 
 def open_conversations(
@@ -285,7 +286,8 @@ def prepare(
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
     rules.check_training_flags(run, parallel, base["model"], process, *techniques)
-    teacher = script.find_teacher(run, parallel, base["model"], tokenizer, process)
+    given = run, parallel, base["model"], tokenizer, process
+    teacher, digest_of_teacher = script.find_teacher(*given)
     with torch.device("meta"):
         model = base["model"].build()
         of_all = "" if run.adapters else " of all weights"
@@ -305,6 +307,8 @@ def prepare(
     list_left_out(reading, f"conversations-{checksum}")
     print_rank_zero(summary)
 
+    digest = process.broadcast_from_rank_zero(partial(digest_of_weights, base["directory"]))
+
     def initialize(model: Llama) -> None:
         load_weights(base["directory"], model)
         lora.init_adapters(model, run.seed, device=process.device)
@@ -321,9 +325,7 @@ def prepare(
         lr=usual_rate if run.lr is None else run.lr,
         last_step=last_step,
         base=base["directory"],
-        base_digest=process.broadcast_from_rank_zero(
-            partial(digest_of_weights, base["directory"])
-        ),
+        digests={"base_digest": digest} | digest_of_teacher,
         techniques=techniques,
         teacher=teacher,
     )

@@ -329,9 +329,10 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
     had = before.get("optimizer", "adamw")  # old runs had no choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    if before.get("base_digest", "") not in ("", now.get("base_digest")):
-        problem = f"{now['init']} has other weights than the base that the run began with"
-        raise UserError(f"{problem}: give the first ones as --init, or begin another run")
+    for digest, flag in (("base_digest", "init"), ("teacher_digest", "teacher")):
+        if before.get(digest, "") not in ("", now.get(digest)):
+            problem = f"{now[flag]} has other weights than the --{flag} that the run began with"
+            raise UserError(f"{problem}: give the first ones, or begin another run")
     same_experiment = may_change | {"data_checksum", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}

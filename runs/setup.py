@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +55,8 @@ class Job:
     lr: float  # peak learning rate
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
-    base_digest: str = ""  # by which a resumed run notices other weights there
+    # By which a resumed run notices that the model which a flag names has other weights.
+    digests: dict[str, str] = field(default_factory=dict)  # base_digest and teacher_digest
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
     teacher: Llama | None = None  # of distill.py: on meta, whole
 
@@ -255,14 +256,17 @@ def facts_of(job: Job, work: Work, steps: Steps) -> dict:
     facts = values_of(work.parallel)
     if job.base:
         facts["init"] = str(job.base)
-        facts["base_digest"] = job.base_digest
-    return facts | {
-        "lr": job.lr,
-        "steps": steps.last,
-        "microbatch": work.microbatch,
-        "data_checksum": job.data_checksum,
-        "token_offset": steps.order.token_offset,
-    }
+    return (
+        facts
+        | job.digests
+        | {
+            "lr": job.lr,
+            "steps": steps.last,
+            "microbatch": work.microbatch,
+            "data_checksum": job.data_checksum,
+            "token_offset": steps.order.token_offset,
+        }
+    )
 
 
 def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:

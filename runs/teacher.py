@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from config import ParallelConfig
-from files.directories import find_checkpoint, read_config
+from files.directories import digest_of_weights, find_checkpoint, read_config
 from files.loading import load_weights
 from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
@@ -36,9 +36,9 @@ def open_teacher(run, process: Process) -> tuple[dict, Llama]:
 
 def find_teacher(
     run, parallel: ParallelConfig, student: LlamaConfig, tokenizer: Tokenizer, process: Process
-) -> Llama:
-    """Return the teacher on meta. Raise UserError for one that the student cannot be compared with,
-    or that cannot be split as the student is."""
+) -> tuple[Llama, dict[str, str]]:
+    """Return the teacher on meta, and its `teacher_digest`. Raise UserError for one that the
+    student cannot be compared with, or that cannot be split as the student is."""
     metadata, model = open_teacher(run, process)
     teacher = f"--teacher {metadata['directory']}"
     if not metadata["tokenizer"]:
@@ -60,7 +60,8 @@ def find_teacher(
         rules.check_work(work, *techniques)
     except UserError as error:
         raise UserError(f"{teacher}: {error}")
-    return model
+    digest = partial(digest_of_weights, metadata["directory"])
+    return model, {"teacher_digest": process.broadcast_from_rank_zero(digest)}
 
 
 def check_vocabulary(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:

@@ -235,6 +235,18 @@ def test_a_run_goes_on_with_other_ranks(given, tmp_path):
     same_metrics(metrics(out), rows)
 
 
+def test_another_teacher_is_noticed(given, tmp_path):
+    teacher = tmp_path / "teacher"
+    write_model(teacher, LARGER, seed=6)
+    more = dict(teacher=teacher, steps=2, save_every=1, eval_every=0)
+    succeed(*command(given, tmp_path / "out", **more))
+    shutil.rmtree(tmp_path / "out/step-00000002")
+    shutil.rmtree(teacher)
+    write_model(teacher, LARGER, seed=7)
+    resumed = launch(*command(given, tmp_path / "out", **more, resume=True), nproc=2)
+    refused(resumed, f"{teacher} has other weights than the --teacher that the run began with")
+
+
 def test_a_teacher_in_4_bits_is_one_of_rounded_matrices(given, tmp_path):
     write_model(tmp_path / "rounded", LARGER, seed=6, change=lambda p: rounded(p.detach()))
     exact = dict(eval_every=0, steps=1, warmup=1)

@@ -151,7 +151,7 @@ def test_another_base_is_noticed(base, sums, tmp_path, capsys):
     shutil.rmtree(out / "step-00000002")
     other = our_model(CONFIG, torch.float64, seed=6, factor=2, norms=(1, 1))
     write_checkpoint(init, CONFIG, stored(other), BYTES)
-    refused(launch(*command, "--resume", nproc=2), f"{init} has other weights than the base")
+    refused(launch(*command, "--resume", nproc=2), f"{init} has other weights than the --init")
     find_adapter(out, init)
     assert f"beside {init}, as it was then, and not {init}" in capsys.readouterr().err
 
