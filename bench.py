@@ -68,7 +68,7 @@ from plumbing.parser import (
 from plumbing.processes import Process
 from runs import rules
 from runs.equal import compare_steps
-from runs.flags import Pretraining, Run, pretraining
+from runs.flags import Pretraining, Run, flags_of_pretraining
 from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import choose_work, join, prepare_pretraining, steps_of
 from runs.task import Task
@@ -262,7 +262,7 @@ def write(asked: Generating) -> str:
 def flags_of_step(words: list[str]) -> type[Run]:
     """Return the flags of the script that `bench.py step` measures, from its command line."""
     if "--lora" not in words:
-        return pretraining(words)
+        return flags_of_pretraining(words)
     after = [*words, ""][words.index("--lora") + 1]
     return import_module(after if after in SCRIPTS else SCRIPTS[0]).SCRIPT.flags
 
@@ -390,7 +390,7 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
     kinds["step"].append(flags_of_step(words))
-    kinds["equal"] = [pretraining(words)]
+    kinds["equal"] = [flags_of_pretraining(words)]
     for name in COMMANDS:
         subparser = subparsers.add_parser(name, allow_abbrev=False)
         for kind in kinds[name]:

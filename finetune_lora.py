@@ -142,7 +142,7 @@ class Finetuning(Run):
 
     used_most: ClassVar[str] = "init data out seq_len batch epochs lr rank merge resume"
 
-    task: ClassVar[str] = "fine-tuning"  # its rates are in techniques/optimizers.py
+    kind: ClassVar[str] = "fine-tuning"  # whose rates are in techniques/optimizers.py
 
     @property
     def goal(self) -> str:
@@ -291,7 +291,7 @@ def prepare(
     with torch.device("meta"):
         model = base["model"].build()
         of_all = "" if run.adapters else " of all weights"
-        usual_rate = peak_rate(f"{run.task}{of_all}", model)
+        usual_rate = peak_rate(f"{run.kind}{of_all}", model)
         if run.adapters:
             asked = run.targets if "targets" in run.typed else ()
             targets = lora.targets_in(model, asked)

@@ -88,7 +88,7 @@ class Preferring(Finetuning):
 
     used_most = "init data out seq_len batch epochs lr beta rank resume"
     goal = "dpo"
-    task = "preferences"
+    kind = "preferences"
 
     @property
     def references(self) -> int:

@@ -114,7 +114,7 @@ class Rewarding(Finetuning):
 
     used_most = "init data reward group max_new_tokens batch steps lr out resume"
     goal = "grpo"
-    task = "rewards"
+    kind = "rewards"
 
     @property
     def answers_messages(self) -> bool:

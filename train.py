@@ -50,14 +50,15 @@ from plumbing.messages import UserError, print_rank_zero
 from plumbing.parser import parse
 from plumbing.processes import Process
 from runs import records, setup
-from runs.flags import Run, pretraining
+from runs.flags import Run, flags_of_pretraining
 from runs.task import Task, sample_text
 from techniques.optimizers import make_optimizer, own_gradients, scale_gradients
 from text.batch import Batch
+from text.order import Steps
 
 
 def main() -> None:
-    run = parse(pretraining(sys.argv[1:]))
+    run = parse(flags_of_pretraining(sys.argv[1:]))
     run.check()
     process, parallel = setup.join(run)  # with the processes that torchrun has started
     job = setup.prepare_pretraining(run, parallel, process)  # the data, the model on meta
@@ -95,10 +96,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     steps = setup.steps_of(run, job, work, saved)
     task.begin(steps)  # the model still is the base that preferences.py compares with
     setup.load(steps, run, job, optimizer)
-    unevaluated = None  # the metrics of the last step done, if a kill has cut off its evaluation
-    if is_due(steps.done, run.eval_every, steps.last):
-        find = partial(records.unevaluated, run.directory, steps.done)
-        unevaluated = world.broadcast_from_rank_zero(find)
+    unevaluated = unevaluated_step(run, steps, world)
     if steps.done >= steps.last and not unevaluated:
         return True
     sources = job.train_set.sources
@@ -145,6 +143,14 @@ def train(task: Task, runner: nn.Module) -> bool:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
     plumbing.endings.end_if_restarted(signal)
     return not signal
+
+
+def unevaluated_step(run: Run, steps: Steps, world: World) -> dict | None:
+    """Return the metrics of the last step done, if a kill has cut off its evaluation."""
+    if not is_due(steps.done, run.eval_every, steps.last):
+        return None
+    find = partial(records.unevaluated, run.directory, steps.done)
+    return world.broadcast_from_rank_zero(find)
 
 
 def end_step(

@@ -198,19 +198,19 @@ def commands(plan: Plan, question: Question) -> list[str]:
     lora = adapter_settings(work.model)
     per_node = min(question.gpus, question.machine.per_node)
     nodes = question.gpus // per_node
-    job = f"pretraining with {work.parallel.optimizer}"
+    kind = f"pretraining with {work.parallel.optimizer}"
     if lora:
         what = "finetune_lora.py --init BASE --data CHATS.jsonl"
-        job = "fine-tuning"
+        kind = "fine-tuning"
         if work.references:
             what = "preferences.py --init BASE --data PAIRS.jsonl"
-            job = "preferences"
+            kind = "preferences"
         what += f" --rank {lora.rank}"
         what += " --base-bits 4" if question.in_4_bits else ""
         what += " --dora" if lora.dora else ""
     else:
         what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
-    what += f" --lr {peak_rate(job, build_on_meta(work.model.config)):g}"
+    what += f" --lr {peak_rate(kind, build_on_meta(work.model.config)):g}"
     train = (
         f"{what} --out out/{question.preset} --batch {work.batch} --microbatch {work.microbatch} "
         f"--seq-len {work.seq_len} {flags_of(work.parallel)}"

@@ -172,7 +172,7 @@ class Pretraining(Run):
         return f"{Path(file).name.removesuffix('.py')}-{preset}".rstrip("-")
 
 
-def pretraining(words: list[str]) -> type[Pretraining]:
+def flags_of_pretraining(words: list[str]) -> type[Pretraining]:
     """Return Pretraining with the sizes of the model that these words of a command line name.
 
     Raises UserError for a model that is not found, and for a size of other models."""

@@ -144,7 +144,7 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
 
     with torch.device("meta"):
         model = config.build()
-    job = "fine-tuning of all weights" if run.init else f"pretraining with {parallel.optimizer}"
+    kind = "fine-tuning of all weights" if run.init else f"pretraining with {parallel.optimizer}"
     return Job(
         model=model,
         whole=copy.deepcopy(model),
@@ -154,7 +154,7 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
         val_set=val_set,
         data_checksum=process.check_same("the training data", train_set.checksum()),
         exam=exam,
-        lr=peak_rate(job, model) if run.lr is None else run.lr,
+        lr=peak_rate(kind, model) if run.lr is None else run.lr,
         last_step=rules.last_step(run, len(train_set)),
     )
 

@@ -18,9 +18,9 @@ from techniques.muon import Muon
 from techniques.zero1 import all_gather_updates
 
 # The peak learning rate of a run that names none, and of the command that a plan prints. It follows
-# from the job, a task and what is trained for it, and from the model's size. TINY: it was measured
-# with models of a few million parameters; docs/moving.md has the sources of the others in full.
-# job -> (parameters from which on it holds, peak learning rate, source)
+# from the kind of training and from the model's size. TINY: it was measured with models of a few
+# million parameters; docs/moving.md has the sources of the others in full.
+# kind of training -> (parameters from which on it holds, peak learning rate, source)
 TINY = "measured"
 SMALLEST = 0.5e9  # parameters of a model for which the published rates are taken
 PEAK_RATES = {
@@ -40,20 +40,22 @@ PEAK_RATES = {
 }
 
 
-def peak_rate(job: str, model: torch.nn.Module) -> float:
-    """Return the peak learning rate of a job of PEAK_RATES for a model, without adapters."""
+def peak_rate(kind: str, model: torch.nn.Module) -> float:
+    """Return the peak learning rate of a kind of training, of PEAK_RATES, for a model without
+    adapters."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    _, rate, _ = max(row for row in PEAK_RATES[job] if row[0] <= parameters)
+    _, rate, _ = max(row for row in PEAK_RATES[kind] if row[0] <= parameters)
     return rate
 
 
-def rates_in_words(task: str) -> str:
-    """Return the rates of a task's jobs, from those of small models to those of large ones."""
+def rates_in_words(beginning: str) -> str:
+    """Return the rates of the kinds of training whose names begin so, from those of small models to
+    those of large ones."""
     words = []
-    for job, rows in PEAK_RATES.items():
-        if job.startswith(task):
+    for kind, rows in PEAK_RATES.items():
+        if kind.startswith(beginning):
             rates = [f"{rate:g}" for _, rate, _ in rows]
-            words.append(f"{job} {' to '.join(rates)}")
+            words.append(f"{kind} {' to '.join(rates)}")
     return ", ".join(words)
 
 
