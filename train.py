@@ -138,7 +138,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             raise UserError(task.problem)
 
     signal = signal or task.signal
-    print_rank_zero(f"checkpoint: {saver.newest}")
+    if saver.newest:  # a signal may come before the first step is done
+        print_rank_zero(f"checkpoint: {saver.newest}")
     if signal:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
     plumbing.endings.end_if_restarted(signal)
