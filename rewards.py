@@ -247,6 +247,8 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
+        # An update takes the same number of groups. One without rewards would divide by 0 answers.
+        self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
         lengths = [len(ids) + len(answer) for (ids, _), answer in zip(asked, answers)]
@@ -346,7 +348,8 @@ class Rewards(Task):
         return tokenizer.decode(answer[:-1]) if answer[-1] in tokenizer.stop else ""
 
     def updates(self, batch: Batch) -> list[Batch]:
-        return batch.microbatches(self.work.sequences)
+        parts = batch.microbatches(self.work.sequences)
+        return [part for part, is_rewarded in zip(parts, self.are_rewarded) if is_rewarded]
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's tokens, given -log p of targets [B, T], and add
@@ -423,6 +426,9 @@ class Rewards(Task):
             lines.append(f"--- {record['prompt']}{self.text_of(answer)}")
         self.shown = "\n".join(lines)
         rewards = rewards[:limit]
+        if rewards.isnan().all():
+            self.problem = f"{self.run.reward}: no answer to a held-out prompt has a reward"
+            raise Stopped
         self.measured = {"reward": rewards.nanmean().item()}
         return Totals(-rewards.nansum().item(), max(1, limit - int(rewards.isnan().sum())), 0)
 

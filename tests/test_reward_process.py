@@ -89,6 +89,21 @@ def test_groups_with_bad_rewards_are_left_out(given, tmp_path):
     refused(launch(*command(given, tmp_path / "whole", **more)), "some.py: reward('")
 
 
+def test_an_update_without_rewards_is_left_out(given, tmp_path):
+    """Of a step's two groups one has rewards, and with it the only update."""
+    (tmp_path / "some.py").write_text(
+        f"{given['reward'].read_text()}\nright, calls = reward, []\n"
+        "def reward(**given):\n    calls.append(1)\n"
+        "    return right(**given) if len(calls) % 8 in (5, 6, 7, 0) else None\n"
+    )
+    more = dict(reward=tmp_path / "some.py", skip_bad=True, group=4, eval_every=0, lr=1e-2)
+    for updates in (1, 2):
+        out = tmp_path / f"out-{updates}"
+        succeed(*command(given, out, **more, updates=updates), nproc=2)
+    same_losses(metrics(tmp_path / "out-2"), metrics(tmp_path / "out-1"))
+    assert {row["skipped"] for row in metrics(tmp_path / "out-2")} == {0.5}
+
+
 WRONG = {  # flags, or a file in place of one that a flag names; and what is said
     "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
     "no number": (
@@ -106,6 +121,14 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "all bad": (
         dict(reward="def reward(**given):\n    return None", skip_bad=True, eval_every=0),
         "no group of the step has all its rewards",
+    ),
+    "all held-out": (
+        dict(
+            val_data='{"prompt": "v", "truth": ""}',
+            reward="def reward(truth, **given):\n    return 1 if truth else None",
+            skip_bad=True,
+        ),
+        "no answer to a held-out prompt has a reward",
     ),
     "updates": (dict(updates=2, group=8), "must be a multiple of --group x --updates 2"),
     "weights": (dict(max_ratio=0.5), "--max-ratio is 1 or more"),
