@@ -83,6 +83,7 @@ from text.targets import SHOWN
 # How far rounding takes log p of a token in training from that in sampling, at most.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.log(2)}
 WARN_ABOVE = 1e-3  # share of a step's tokens that are further, in bfloat16
+LEAST_STD = 1e-6  # for --normalize std: rewards that differ by rounding are no good and bad ones
 REPLAYS = True  # training takes the experts that sampling has chosen
 
 
@@ -168,7 +169,7 @@ def advantages_of(rewards: Tensor, normalize: str) -> tuple[Tensor, Tensor]:
     is_mixed = (rewards != rewards[:, :1]).any(1) & ~rewards.isnan().any(1)
     advantages = rewards - rewards.mean(1, keepdim=True)
     if normalize == "std":
-        advantages = advantages / rewards.std(1, keepdim=True)
+        advantages = advantages / rewards.std(1, keepdim=True).clamp(min=LEAST_STD)
     return torch.where(is_mixed[:, None], advantages, 0.0), is_mixed
 
 

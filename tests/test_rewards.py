@@ -316,6 +316,9 @@ def test_advantages():
     # Rounded, the mean of equal rewards may differ from them.
     thirds = torch.full((1, 7), 1 / 3, dtype=torch.float32)
     assert not advantages_of(thirds, "std")[0].any()
+    # The same sum in another order, or a square that is 0 in float64, is no difference.
+    nearly_equal = torch.tensor([[0.1 + 0.2, 0.3], [0, 1e-200]], dtype=torch.float64)
+    assert advantages_of(nearly_equal, "std")[0].abs().max() < 1e-9
 
 
 def test_an_answer_that_does_not_end_is_none():
