@@ -15,12 +15,12 @@ This file imports nothing of ours, so that such a process starts at once and wit
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
 import queue
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TextIO
 
 SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
 
 
 class RewardProcesses:
@@ -82,13 +81,14 @@ class RewardProcess:
         )
         os.close(read_by_it)
         os.close(written_by_it)
-        self.requests = open(requests, "w", encoding="utf-8")
+        # Threads read and write, since a pipe may be full for as long as a reward takes.
+        self.requests = queue.SimpleQueue()  # lines
         self.lines = queue.SimpleQueue()  # of replies
+        threading.Thread(target=write_lines, args=(requests, self.requests), daemon=True).start()
         threading.Thread(target=read_lines, args=(replies, self.lines), daemon=True).start()
 
     def ask(self, given: dict) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `reply` tells
-            print(json.dumps(given), file=self.requests, flush=True)
+        self.requests.put(json.dumps(given))
 
     def reply(self, gives_up: Callable = lambda: False) -> dict:
         """Wait for the next reply. If the process has ended, it has `ended`, too."""
@@ -105,6 +105,13 @@ class RewardProcess:
             os.killpg(self.process.pid, signal.SIGKILL)  # its forks
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return {"failed": f"ended its process with {how}", "ended": True}
+
+
+def write_lines(pipe: int, lines: queue.SimpleQueue) -> None:
+    """Write the lines of a queue into a pipe, until the process that reads it has ended."""
+    with contextlib.suppress(BrokenPipeError), open(pipe, "w", encoding="utf-8") as file:
+        while True:
+            print(lines.get(), file=file, flush=True)
 
 
 def read_lines(pipe: int, lines: queue.SimpleQueue) -> None:
@@ -124,8 +131,9 @@ def serve(path: str, requests: int, replies: int) -> None:
         signal.signal(number, lambda *_: None)  # they ask the training to end, and this with it
     for pipe in (requests, replies):
         os.set_inheritable(pipe, False)
+    leave_guard(requests, replies)
     received = queue.SimpleQueue()
-    threading.Thread(target=receive, args=(requests, received), daemon=True).start()
+    threading.Thread(target=read_lines, args=(requests, received), daemon=True).start()
     with open(replies, "w", encoding="utf-8") as file:
         let_forks_be(file)
 
@@ -138,8 +146,8 @@ def serve(path: str, requests: int, replies: int) -> None:
             takes_all = "rewards" in functions
             call = functions["rewards"] if takes_all else functions["reward"]
             reply(takes_all=takes_all)
-            while True:
-                given = json.loads(received.get())
+            while line := received.get():  # "" once the training has ended
+                given = json.loads(line)
                 n = len(given["answers"]) if takes_all else 1
                 try:
                     values = in_a_list(call(**given), n) if takes_all else [call(**given)]
@@ -151,6 +159,22 @@ def serve(path: str, requests: int, replies: int) -> None:
             if file.closed:  # in a fork
                 raise
             reply(failed=f"raised {error!r:.200}", ended=True)
+    end()
+
+
+def leave_guard(requests: int, replies: int) -> None:
+    """Leave a process that ends this one, and those that the reward has started, once the training
+    has ended and no request can follow. A thread could not: a regular expression keeps the GIL. It
+    is a fork of a fork, and so no child that a reward may wait for."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    os.close(replies)
+    closed = select.poll()
+    closed.register(requests, 0)  # which tells that all writers have closed it, and no more
+    closed.poll()
     end()
 
 
@@ -170,10 +194,13 @@ def let_forks_be(replies: TextIO) -> None:
 
 def in_a_list(values, n: int) -> list:
     """Return n rewards, which may be in an array or a tensor, as a list."""
-    values = [*(values.tolist() if hasattr(values, "tolist") else values)]
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"no list of rewards: {values!r:.100}")
     if len(values) != n:
         raise ValueError(f"{len(values)} rewards for {n} answers")
-    return values
+    return [*values]
 
 
 def as_reply(value) -> dict:
@@ -184,6 +211,8 @@ def as_reply(value) -> dict:
     parts = value if isinstance(value, dict) else {"": value}
     numbers = {}
     for name, part in parts.items():
+        if not isinstance(name, str) or not name.isprintable():
+            return {"failed": f"returned {name!r:.200}, which is no name of a part"}
         of_which = f"{part!r:.200}" + (f" as {name!r}" if name else "")
         if isinstance(part, bool) or type(part).__name__ in ("bool", "bool_"):  # also numpy's
             return {"failed": f"returned {of_which}, which is no number: write float(...)"}
@@ -193,17 +222,13 @@ def as_reply(value) -> dict:
             number = math.nan
         if not math.isfinite(number):
             return {"failed": f"returned {of_which}, which is no finite number"}
-        numbers[str(name)] = number
+        numbers[name] = number
     if not numbers:
         return {"failed": "returned no part of a reward"}
-    return {"reward": sum(numbers.values()), "parts": numbers if parts is value else {}}
-
-
-def receive(requests: int, received: queue.SimpleQueue) -> None:
-    """Put the requests into a queue, and end this process when no other can follow. The main thread
-    could not, in the middle of a reward."""
-    read_lines(requests, received)
-    end()
+    total = sum(numbers.values())
+    if not math.isfinite(total):
+        return {"failed": f"returned {value!r:.200}, whose sum is no finite number"}
+    return {"reward": total, "parts": numbers if parts is value else {}}
 
 
 def end() -> None:
@@ -213,8 +238,6 @@ def end() -> None:
 
 if __name__ == "__main__":
     _, reward_path, *pipes = sys.argv
-    if sys.platform == "linux":  # `receive` cannot run while a regular expression keeps the GIL
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.argv = [reward_path]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.stdout.reconfigure(line_buffering=True)

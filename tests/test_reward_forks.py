@@ -16,7 +16,7 @@ from test_rewards import command, given  # noqa: F401 (a fixture)
 from runs.reward_process import RewardProcesses
 
 RECORD = dict(prompt="1+1", truth="2" * 100_000)
-IMPORTS = "import builtins, json, os, re, sys, time\n"
+IMPORTS = "import builtins, json, os, re, subprocess, sys, time\n"
 
 
 def write_reward(path: Path, body: str) -> Path:
@@ -61,22 +61,28 @@ def test_a_failure_is_told_at_once(tmp_path, body):
 
 STAYS = {  # rewards that write their processes' ids to a file, and would outlive the run
     "a regular expression": "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "a child": "subprocess.Popen(['sh', '-c', f'echo $$ >> {truth}; sleep 60'])\ntime.sleep(60)",
     "a fork": "os.fork()\nprint(os.getpid(), file=open(truth, 'a'))\ntime.sleep(60)",
 }
 
 
+@pytest.mark.parametrize("end", [0, -9])
 @pytest.mark.parametrize("name", STAYS)
-def test_nothing_outlives_the_run(tmp_path, name):
+def test_nothing_outlives_the_run(tmp_path, name, end):
+    """And the run does not wait until a reward can take the next answers, which fill the pipe."""
     ids = tmp_path / "ids"
     body = f"print(os.getpid(), file=open(truth, 'a'))\n{STAYS[name]}"
     path = write_reward(tmp_path / "reward.py", body)
     program = (
-        "import sys\nfrom pathlib import Path\nfrom runs.reward_process import RewardProcesses\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from runs.reward_process import RewardProcesses\n"
         "process = RewardProcesses(Path(sys.argv[1]))\n"
-        "assert [*process.replies([dict(prompt='', truth=sys.argv[2])], [''], lambda: 1)] == [{}]\n"
+        "records = [dict(prompt='', truth=sys.argv[2])] + [dict(prompt=' ' * 10**6)] * 2\n"
+        "assert [*process.replies(records, [''] * 3, lambda: 1)] == [{}] * 3\n"
+        f"{end} and os.kill(os.getpid(), {-end})\n"
     )
     command = [sys.executable, "-c", program, path, ids]
-    assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == end
     assert ids.read_text()
     for process in set(ids.read_text().split()):
         assert gone_in_time(int(process))

@@ -113,6 +113,18 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "a string": (dict(reward="def reward(**given):\n    return '1'"), "'1', which is no finite"),
     "a bool": (dict(reward="def reward(**given):\n    return True"), "write float(...)"),
     "a part": (dict(reward="def reward(**given):\n    return dict(a=1, b=None)"), "None as 'b'"),
+    "a sum": (
+        dict(reward="def reward(**given):\n    return dict(a=1e308, b=1e308)"),
+        "whose sum is no finite number",
+    ),
+    "two names": (
+        dict(reward="def reward(**given):\n    return {'3': 1, 3: 1}"),
+        "returned 3, which is no name of a part",
+    ),
+    "no list": (
+        dict(reward="def rewards(prompts, **given):\n    return dict.fromkeys(range(8), 1)"),
+        "no list of rewards: {0: 1",
+    ),
     "too few": (dict(reward="def rewards(**given):\n    return [1]"), "1 rewards for "),
     "workers": (
         dict(reward="def rewards(**given):\n    return [1]", reward_workers=2),
