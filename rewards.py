@@ -24,7 +24,7 @@ that rare tokens can grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
 GRPO (Shao et al. 2024, arXiv:2402.03300) also divides by the length of an answer, which makes long
 wrong answers cheap, and by the standard deviation of a group's rewards, which favors prompts whose
 answers are nearly all right or nearly all wrong. Liu et al. 2025 ("Dr. GRPO", arXiv:2503.20783)
-divide by neither, as we do here; --normalize std divides by the second.
+divide by neither, as we do here; --normalize std divides by the standard deviation.
 
 --kl K adds K times an estimate of KL(model, base) to the loss, where the base is this model with
 its adapters off: with r = p_base(token) / p(token), the mean of r - log r - 1 over drawn tokens
@@ -32,8 +32,9 @@ its adapters off: with r = p_base(token) / p(token), the mean of r - log r - 1 o
 model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.09477).
 
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
-once: a run checks that both agree. In bfloat16 they do not, and a token has the weight p in
-training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance sampling").
+once: a run checks that both agree. In bfloat16 they do so roughly, so a token has the weight
+p in training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance
+sampling"). The p in training is that before the first update.
 An answer depends only on the weights, its prompt, the seed and its number, so a step is the same on
 any number of ranks. docs/preferences.md says more.
 """
@@ -154,10 +155,10 @@ def reward_processes(path: Path, n: int):
         raise UserError(f"--reward {path}: there is no such file")
     from runs.reward_process import RewardProcesses  # here, since a single rank has them
 
-    processes = RewardProcesses(path, n)
-    if processes.problem:
-        raise UserError(f"--reward {path} has no function reward: it {processes.problem}")
-    return processes
+    started = RewardProcesses(path, n)
+    if started.problem:
+        raise UserError(f"--reward {path} has no function reward: it {started.problem}")
+    return started
 
 
 # --------------------------------------------------------------------------------------- the task
@@ -203,7 +204,9 @@ class Rewards(Task):
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
-        self.largest = self.furthest = 0.0  # |log ratio| of a token since then: all, by rounding
+        # The largest |log p - log p in sampling| of a token since then: of its last forward, and of
+        # that before the first update, where only rounding can make it differ.
+        self.largest = self.furthest = 0.0
         dtype = self.world.parallel.dtype
         self.tolerance = TOLERANCE[dtype]
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.

@@ -130,13 +130,15 @@ class Record:
     def choices_of(self, prompts: list[list[int]], answers: list[list[int]]) -> list[Tensor]:
         """Return the choices for each token that training computes of prompt and answer: of each
         row [tokens, layers, K]. The last token is none of them. Return [] without such layers."""
-        rows = []
-        of_prompts = torch.cat(self.of_prompts, 1) if self.layers else ()
+        if not self.layers:
+            return []
+        of_distinct = torch.cat(self.of_prompts, 1)  # left-padded
         distinct = [*dict.fromkeys(map(tuple, prompts))]
+        rows = []
         for i, (prompt, answer) in enumerate(zip(prompts, answers)):
-            if self.layers:
-                of_prompt = of_prompts[distinct.index(tuple(prompt)), -len(prompt) :]  # left-padded
-                rows.append(torch.cat([of_prompt, self.choices[1 : len(answer), i]]))
+            of_prompt = of_distinct[distinct.index(tuple(prompt)), -len(prompt) :]
+            of_answer = self.choices[1 : len(answer), i]
+            rows.append(torch.cat([of_prompt, of_answer]))
         return rows
 
 
