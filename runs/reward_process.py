@@ -138,8 +138,11 @@ def serve(path: str, requests: int, replies: int) -> None:
         let_forks_be(file)
 
         def reply(**content) -> None:
-            file.write(f"{json.dumps(content)}\n")
-            file.flush()
+            try:
+                file.write(f"{json.dumps(content)}\n")
+                file.flush()
+            except BrokenPipeError:  # the training has ended
+                end()
 
         try:
             functions = runpy.run_path(path)
