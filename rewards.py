@@ -49,6 +49,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -191,6 +192,15 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
     return open_prompts(run, tokenizer, reading)
 
 
+class Scored(NamedTuple):
+    """What rank 0 knows of the rewards of a step's answers."""
+
+    rewards: Sequence[float]  # of each; NaN where it has none, with --skip-bad
+    parts: dict[str, float]  # by name the mean of each part, if rewards have several
+    problem: str = ""  # a line, if an answer has no reward
+    signal: int = 0  # that has come meanwhile
+
+
 @dataclass
 class Rewards(Task):
     """Give answers with high rewards (labs/rewards)."""
@@ -304,24 +314,20 @@ class Rewards(Task):
         ended = time.perf_counter()
         scored = self.score(asked, answers) if world.rank == 0 else None
         meet()  # rewards may take longer than a collective waits
-        rewards, parts, self.problem, signal = world.broadcast_from_rank_zero(lambda: scored)
-        if self.problem or signal:
-            raise Stopped(signal)
-        rewards = torch.tensor(rewards, dtype=torch.float64)
-        self.measured = {
-            "reward": rewards.nanmean().item(),
-            **parts,
-        }
+        scored = world.broadcast_from_rank_zero(lambda: scored)
+        self.problem = scored.problem
+        if scored.problem or scored.signal:
+            raise Stopped(scored.signal)
+        rewards = torch.tensor(scored.rewards, dtype=torch.float64)
+        self.measured = {"reward": rewards.nanmean().item()} | scored.parts
         self.seconds = {
             "sampling_seconds": ended - started,
             "rewarding_seconds": time.perf_counter() - ended,
         }
         return answers, sampled, rewards
 
-    def score(self, asked: list, answers: list[list[int]]) -> tuple[list, dict, str, int]:
-        """Return the reward of each answer, the means of its parts if a reward has several, and a
-        line if an answer has no reward. With --skip-bad its reward is NaN. Stop early if this rank
-        is asked to end, and return the signal."""
+    def score(self, asked: list, answers: list[list[int]]) -> Scored:
+        """Reward the answers, until one has no reward or this rank is asked to end."""
         run = self.run
         records = [record for _, record in asked]
         texts = [self.text_of(answer) for answer in answers]
@@ -332,18 +338,19 @@ class Rewards(Task):
         for record, text in zip(records, with_progress(texts, "rewarding")):
             reply = next(replies)
             if signal := endings.asked_to_end():
-                return [], {}, "", signal
+                return Scored((), {}, signal=signal)
             problem = reply.get("failed", "")
             if problem and ("ended" in reply or not run.skip_bad):
                 call = f"reward({record['prompt']!r:.60}, {text!r:.60})"
                 advice = ""
                 if "unexpected keyword argument" in problem:
                     advice = ": write reward(prompt, answer, **fields), for a line's other fields"
-                return [], {}, f"{run.reward}: {call} {problem}{advice}", 0
+                return Scored((), {}, f"{run.reward}: {call} {problem}{advice}")
             rewards.append(reply.get("reward", math.nan))
             for name, value in reply.get("parts", {}).items():
                 parts[f"reward_{name}"].append(value)
-        return rewards, {name: statistics.mean(values) for name, values in parts.items()}, "", 0
+        means = {name: statistics.mean(values) for name, values in parts.items()}
+        return Scored(rewards, means)
 
     def text_of(self, answer: list[int]) -> str:
         """Return the text of an answer, or "" if it does not end: if such answers were rewarded,

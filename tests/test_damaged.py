@@ -1,5 +1,6 @@
 """Damaged and hostile files: each is read, or refused in one line, in bounded time and memory."""
 
+import contextlib
 import errno
 import gzip
 import json
@@ -88,7 +89,8 @@ def call_reward(home: Path) -> None:
     processes = reward_processes.__wrapped__(home / "reward.py", 1)
     (reply,) = processes.replies([{"prompt": "a"}], ["b"])
     (process,) = processes.processes
-    process.requests.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.process.pid, signal.SIGKILL)
     process.process.wait()
     if "failed" in reply:
         raise UserError(reply["failed"])

@@ -46,9 +46,9 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_721, "bench": 97_476,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 31_186, "techniques": 26_083, "costs": 9_327, "perf": 12_285, "runs": 19_330,
+    "top": 31_222, "techniques": 26_083, "costs": 9_327, "perf": 12_285, "runs": 19_330,
     "files": 14_991, "models": 8_020, "text": 18_302, "plumbing": 9_316, "labs": 68_198,
-    "tests": 154_692, "docs": 11_154,
+    "tests": 154_709, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
