@@ -221,12 +221,17 @@ class Rewards(Task):
         self.tolerance = TOLERANCE[dtype]
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
         self.replays = REPLAYS and self.world.parallel.tp == 1
-        routers = [layer for layer in self.job.model.modules() if hasattr(layer, "keeps_choices")]
-        for router in routers:
-            router.keeps_choices = self.replays
-        # Where a router chooses anew, rounding may send some tokens elsewhere.
-        chooses_anew = routers and not self.replays and dtype == torch.float32
-        self.may_be_far = 0.1 if chooses_anew else 0.0  # share of a step's tokens
+        for layer in self.job.model.modules():
+            if hasattr(layer, "keeps_choices"):
+                layer.keeps_choices = self.replays
+        # Where experts are chosen anew, rounding may send some tokens to others. The whole model
+        # tells: a stage of a pipeline may have none.
+        layers = [*self.work.model.modules()]
+        routes = any(hasattr(layer, "shapes_vary") for layer in layers)
+        can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
+        chooses_anew = routes and not (can_replay and self.replays)
+        rounds = dtype == torch.float32
+        self.may_be_far = 0.1 if chooses_anew and rounds else 0.0  # share of a step's tokens
         self.only_warns = dtype == torch.bfloat16
         self.has_warned = False
 
@@ -408,13 +413,14 @@ class Rewards(Task):
             names.append("kl")
         mine = [self.largest, self.furthest]
         mine += [self.sums[name] for name in ("tokens", "far", *names)]
-        largest, furthest, *sums = self.world.all_gather_scalars(mine).unbind(1)  # [ranks] each
-        tokens, far, *sums = [of_ranks.sum().item() for of_ranks in sums]
+        of_ranks = self.world.all_gather_scalars(mine)  # [ranks, values]
+        largest, furthest = of_ranks[:, :2].amax(0).tolist()
+        tokens, far, *sums = of_ranks[:, 2:].sum(0).tolist()
         self.sums.clear()
         self.largest = self.furthest = 0.0
-        self.check_distance(far / tokens, furthest.max().item())
+        self.check_distance(far / tokens, furthest)
         means = {name: value / tokens for name, value in zip(names, sums)}
-        return self.measured | means | {"log_ratio": largest.max().item()} | self.seconds
+        return self.measured | means | {"log_ratio": largest} | self.seconds
 
     def check_distance(self, share: float, furthest: float) -> None:
         """Raise UserError, or warn in bfloat16, if too large a share of a step's tokens are further
@@ -441,7 +447,7 @@ class Rewards(Task):
             self.problem = f"{self.run.reward}: no answer to a held-out prompt has a reward"
             raise Stopped
         self.measured = {"reward": rewards.nanmean().item()}
-        return Totals(-rewards.nansum().item(), max(1, limit - int(rewards.isnan().sum())), 0)
+        return Totals(-rewards.nansum().item(), limit - int(rewards.isnan().sum()), 0)
 
     def text_to_show(self, step: int) -> str:
         return self.shown

@@ -118,7 +118,12 @@ class Record:
             self.choices[place] = self.newest_choices()
 
     def newest_choices(self) -> Tensor:
-        """Return the choices of the last forward [tokens, layers, K]."""
+        """Return the choices of the last forward [tokens, layers, K]. Raise UserError for a layer
+        that does not note them: nor would it take those of sampling in training."""
+        for layer in self.layers:
+            if layer.chosen is None:
+                name = type(layer).__name__
+                raise UserError(f"{name} chooses experts by itself: let it call self.best(ranking)")
         return torch.stack([layer.chosen for layer in self.layers], 1).short()
 
     def drawn(self, place: tuple[Tensor, Tensor], logits: Tensor, tokens: Tensor) -> None:

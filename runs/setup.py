@@ -256,17 +256,14 @@ def facts_of(job: Job, work: Work, steps: Steps) -> dict:
     facts = values_of(work.parallel)
     if job.base:
         facts["init"] = str(job.base)
-    return (
-        facts
-        | job.digests
-        | {
-            "lr": job.lr,
-            "steps": steps.last,
-            "microbatch": work.microbatch,
-            "data_checksum": job.data_checksum,
-            "token_offset": steps.order.token_offset,
-        }
-    )
+    facts |= job.digests
+    return facts | {
+        "lr": job.lr,
+        "steps": steps.last,
+        "microbatch": work.microbatch,
+        "data_checksum": job.data_checksum,
+        "token_offset": steps.order.token_offset,
+    }
 
 
 def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:

@@ -7,8 +7,8 @@
     distill.py        Distillation(Task)  what a larger model would say
 
 The loop of train.py calls `begin` and `batches` once each. In each step it takes the next batch,
-then calls `loss` for each microbatch, then `count`, then `finish_measures`; and now and then
-`evaluate_and_show`.
+and splits it by `updates`. For each of them it calls `loss` for each microbatch, then `count`. Then
+it calls `finish_measures`; and now and then `evaluate_and_show`.
 """
 
 import contextlib

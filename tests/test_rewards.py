@@ -213,6 +213,16 @@ def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, fami
     refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
 
 
+def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
+    """As a student may write it: training could not replay what it has chosen."""
+    edits = {"experts = self.best(ranking)": "experts = ranking.topk(self.top_k).indices"}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="experts")
+    given = command(given_experts["mixtral"], tmp_path / "out", all_weights=True)
+    refused(
+        launch(*within, *given, nproc=2), "Router chooses experts by itself: let it call self.best"
+    )
+
+
 def chosen_anew(rewards: Path) -> None:
     """Let rewards.py train with the experts that are best in training."""
     rewards.write_text(rewards.read_text().replace("REPLAYS = True", "REPLAYS = False"))
