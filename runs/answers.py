@@ -123,7 +123,7 @@ class Record:
         for layer in self.layers:
             if layer.chosen is None:
                 name = type(layer).__name__
-                raise UserError(f"{name} chooses experts by itself: let it call self.best(ranking)")
+                raise UserError(f"{name} chooses by itself: let it call self.best(ranking)")
         return torch.stack([layer.chosen for layer in self.layers], 1).short()
 
     def drawn(self, place: tuple[Tensor, Tensor], logits: Tensor, tokens: Tensor) -> None:

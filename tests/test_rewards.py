@@ -218,9 +218,7 @@ def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
     edits = {"experts = self.best(ranking)": "experts = ranking.topk(self.top_k).indices"}
     within = changed_copy(tmp_path / "copy", edits=edits, file="experts")
     given = command(given_experts["mixtral"], tmp_path / "out", all_weights=True)
-    refused(
-        launch(*within, *given, nproc=2), "Router chooses experts by itself: let it call self.best"
-    )
+    refused(launch(*within, *given, nproc=2), "Router chooses by itself: let it call self.best")
 
 
 def chosen_anew(rewards: Path) -> None:
