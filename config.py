@@ -153,6 +153,11 @@ class ParallelConfig:
         return 2 * self.cp * self.tp
 
     @property
+    def forwards_meet(self) -> bool:
+        """Whether a forward exchanges messages with ranks that have other sequences."""
+        return self.ep > 1
+
+    @property
     def expert_shard(self) -> int:
         """Number of ranks over which FSDP shards the experts that --ep leaves on a rank."""
         return max(1, self.shard * self.tp // self.ep)

@@ -41,7 +41,7 @@ from plumbing.processes import run
 from techniques.decoding import check_length, generate, stream
 from techniques.kv_cache import KVCache
 from techniques.nf4 import why_no_blocks
-from text.targets import drop_oldest, encode_prompt
+from text.targets import encode_prompt
 from text.templates import Conversation
 from text.tokenizer import Tokenizer
 
@@ -210,6 +210,16 @@ def answer(
     if not said.strip():
         return messages
     return [*kept, {"role": "assistant", "content": said}]
+
+
+def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
+    """Return a conversation without its oldest exchanges of a question and an answer: as many are
+    dropped as it takes for the prompt to have at most `max_tokens` tokens. A system prompt and the
+    last message stay, even if they have more."""
+    start = int(messages[0]["role"] == "system")
+    while len(messages) > start + 2 and len(encode_prompt(messages, tokenizer)) > max_tokens:
+        messages = messages[:start] + messages[start + 2 :]
+    return messages
 
 
 def main() -> None:

@@ -309,7 +309,7 @@ class Rewards(Task):
         started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
         stop = self.job.tokenizer.stop
-        given = own_prompts, numbers[self.own], self.run, stop, world.parallel
+        given = own_prompts, numbers[self.own], self.run, stop, world
         sampled = sample(self.job.model, *given)
         shares = [None] * world.size
         dist.all_gather_object(shares, (self.own, sampled.answers))

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import ParallelConfig
 from model import IGNORE, Llama
-from parallel import used_techniques, weights_at_hand
+from parallel import World, used_techniques, weights_at_hand
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
 from runs.scores import batch_of
@@ -161,18 +160,21 @@ def sample(
     numbers: Sequence[int],
     run,
     stop: tuple[int, ...],
-    parallel: ParallelConfig,
+    world: World,
 ) -> Sampled:
     """Return an answer to each prompt. Tokens are drawn at temperature 1 and without top_k and
     top_p, from the distribution that is trained; `numbers` seed them."""
     replay(model, None)
+    parallel = world.parallel
     record = Record(model, run.max_new_tokens, len(prompts))
     in_training = model.training
     model.eval()
     # Compiled blocks would cast their weights for every token, where autocast casts them once.
     compiled = parallel.compile and not model.compute_dtype
     stance = "default" if compiled else "force_eager"
-    # Ranks may run forward different numbers of times, so only the first all-gathers weights.
+    # Ranks need not run forward equally often, as only the first all-gathers weights; unless each
+    # forward sends tokens to other ranks.
+    largest = partial(largest_over_ranks, world) if parallel.forwards_meet else int
     with weights_at_hand(model, parallel), torch.compiler.set_stance(stance):
         answers = generate(
             model,
@@ -183,9 +185,14 @@ def sample(
             numbers=numbers,
             record=record,
             compiled=compiled,
+            largest=largest,
         )
     model.train(in_training)
     return Sampled(answers, record.log_p.T, record.choices_of(prompts, answers))
+
+
+def largest_over_ranks(world: World, number: int) -> int:
+    return int(world.all_gather_scalars([number]).amax())
 
 
 def layers_that_choose(model: Llama) -> list[nn.Module]:
@@ -266,7 +273,7 @@ def answered(
     own = slice(world.data_rank, None, world.parallel.data_size)  # every so-many-th is this rank's
     prompts = [ids for ids, _ in asked[own]]
     stop = job.tokenizer.stop
-    answers = sample(job.model, prompts, numbers[own], task.run, stop, world.parallel).answers
+    answers = sample(job.model, prompts, numbers[own], task.run, stop, world).answers
     counted = len(asked) if counted is None else counted
     samples = []
     ended = length = tokens = 0

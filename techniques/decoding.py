@@ -70,6 +70,7 @@ def stream(
     record=None,
     cache: KVCache | None = None,
     compiled: bool = False,
+    largest: Callable[[int], int] = int,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
 
@@ -80,37 +81,38 @@ def stream(
     default 0, 1, ...). A `record` is told of what is computed of tokens (runs/answers.py).
     A `cache` has the first tokens of a single prompt, which are not read again. If the model's
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
-    compiled."""
+    compiled.
+    Where a forward exchanges messages with ranks that have other prompts, all ranks run it equally
+    often: `largest` returns the largest of a number over these ranks."""
     device = next(model.parameters()).device
-    draws = []
-    for number in numbers or range(len(prompts)):
-        generator = generator_for(f"row {number}", seed, torch.device("cpu"))
-        options = dict(dtype=widest_float(device), generator=generator)
-        draws.append(torch.rand(max_new_tokens, **options))
-    uniform = torch.stack(draws, 1).to(device)  # [max_new_tokens, B]
+    uniform = torch.empty(max_new_tokens, len(prompts), dtype=widest_float(device))  # on the CPU
+    for row, number in enumerate(numbers or range(len(prompts))):
+        uniform[:, row].uniform_(generator=generator_for(f"row {number}", seed, uniform.device))
+    uniform = uniform.to(device)
     choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-    size = max(map(len, prompts)) + max_new_tokens
+    length = largest(max(map(len, prompts)))
+    size = length + max_new_tokens
     if compiled or device.type != "cpu":
         size = math.ceil(size / ROOM) * ROOM
     cache = cache or KVCache()
     cache.make_room(size)
     batch = Continuation(model, cache, choose, uniform, record)
-    batch.read(prompts)
+    batch.read(prompts, length)
     step = batch.repeated_step()
     drawn = 1  # tokens of each row, the first of them by `read`
     seen = 0  # of these by the host
     is_running = [True] * len(prompts)
     while True:
         for tokens in batch.look(seen, drawn):
-            seen += 1
-            yield [token if runs else None for token, runs in zip(tokens, is_running)]
-            is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
-            if not any(is_running):
-                return
+            if any(is_running):
+                yield [token if runs else None for token, runs in zip(tokens, is_running)]
+                is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
+        seen = drawn
+        n_running = sum(is_running)
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
-        if to_draw == 0:
+        if to_draw == 0 or largest(n_running) == 0:
             return
-        if sum(is_running) <= 0.75 * len(batch.left) and not compiled:
+        if 0 < n_running <= 0.75 * len(batch.left) and not compiled:
             batch.keep(is_running)
             step = batch.repeated_step()
         for _ in range(to_draw):
@@ -137,10 +139,11 @@ class Continuation:
         self.are_finite = torch.tensor(True, device=device)  # all logits so far
         self.record = record
 
-    def read(self, prompts: list[list[int]]) -> None:
-        """Read prompts, each distinct one once, and draw the first token of every row."""
+    def read(self, prompts: list[list[int]], length: int) -> None:
+        """Read prompts, each distinct one once, and draw the first token of every row. All are
+        padded to `length`."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        tokens, positions = left_padded(distinct, self.left.device)
+        tokens, positions = left_padded(distinct, length, self.left.device)
         unread = slice(self.cache.seen, None)  # in a conversation the cache has a beginning
         pieces = tokens[:, unread].split(AT_A_TIME, 1)
         places = positions[:, unread].split(AT_A_TIME, 1)
@@ -203,16 +206,17 @@ class Continuation:
         self.newest = self.newest[places]
 
 
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions of prompts [B, T]. Each token of the padding has position 0: it
-    is a document of its own, to which no other token attends."""
-    rows = [torch.tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    T = tokens.shape[1]
-    padding = torch.tensor([T - len(row) for row in rows], device=device)
-    columns = torch.arange(T, device=device)
-    positions = columns - padding[:, None]
-    return tokens, positions.clamp(min=0)
+def left_padded(
+    prompts: Sequence[Sequence[int]], length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions of prompts [B, length]. Each token of the padding has position 0:
+    it is a document of its own, to which no other token attends."""
+    tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
+    positions = tokens.clone()
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :] = torch.tensor(prompt)
+        positions[row, -len(prompt) :] = torch.arange(len(prompt))
+    return tokens.to(device), positions.to(device)
 
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):

@@ -171,13 +171,3 @@ def encode_prompt(
         messages = messages[:-1]
     chat = guarded(messages, tools, tokenizer)
     return chat.to_ids(chat.write_whole(asks=True))
-
-
-def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
-    """Return a conversation without its oldest exchanges of a question and an answer: as many are
-    dropped as it takes for the prompt to have at most `max_tokens` tokens. A system prompt and the
-    last message stay, even if they have more."""
-    start = int(messages[0]["role"] == "system")
-    while len(messages) > start + 2 and len(encode_prompt(messages, tokenizer)) > max_tokens:
-        messages = messages[:start] + messages[start + 2 :]
-    return messages
