@@ -36,7 +36,7 @@ import checkpoint
 import lora
 import train
 from config import ParallelConfig
-from costs.search import sent_by_strategy
+from costs.strategies import sent_by_strategy
 from data import list_left_out
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.adapters import peft_name, recorded

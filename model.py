@@ -45,7 +45,7 @@ class LlamaConfig:
     max_seq_len: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
+    rope_scaling: float = 1.0  # see rope_frequencies: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
     # No fields, as they have no types. Nothing here uses them: costs and refusals ask, and files of
@@ -109,32 +109,41 @@ PRESETS = {
 # ------------------------------------------------------------------------ RoPE and attention masks
 
 
-def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """Return the radians per token by which the rotary position embedding (Su et al. 2021,
+    arXiv:2104.09864) rotates pair i of a head's features, theta^(-2i/E): [E/2] float32.
 
-    Pair i of a head's features is rotated by position * theta^(-2i/E) radians. Llama 3.1 and 3.2
-    were first trained on 8,192 tokens, and for longer contexts slow down the slowest pairs: they
-    multiply wavelengths above 8,192 tokens by `rope_scaling`, keep those below 8,192 / 4, and in
-    between take a weighted mean of both frequencies. In float32, as in Meta's code.
-
-    positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32."""
+    Llama 3.1 and 3.2 were first trained on 8,192 tokens, and for longer contexts slow down the
+    slowest pairs: they multiply wavelengths above 8,192 tokens by `rope_scaling`, keep those below
+    8,192 / 4, and in between take a weighted mean of both frequencies."""
     E = config.head_dim
-    exponents = torch.arange(0, E, 2, device=positions.device, dtype=torch.float32) / E
-    frequencies = 1.0 / config.rope_theta**exponents  # [E/2] radians per token
+    exponents = torch.arange(0, E, 2, device=device, dtype=torch.float32) / E
+    frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling != 1.0:
         turns = 8192 / (2 * math.pi / frequencies)  # full turns within 8,192 tokens
         old_share = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 0 up to one turn, 1 from 4 turns on
         frequencies = (1 - old_share) * frequencies / config.rope_scaling + old_share * frequencies
-    angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
-    return angles.cos(), angles.sin()
+    return frequencies
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring features (Meta's layout), computing in float32 or float64.
+def rotation_by(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Return cosine and sine of each pair's angle, which is position * frequency. In float32, as in
+    Meta's code. positions [B or 1, T] -> [B or 1, T, 1, E/2, 2]."""
+    angles = positions[..., None, None].float() * frequencies
+    return torch.stack([angles.cos(), angles.sin()], -1)
 
-    x [B, T, heads, E] -> same shape and dtype."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, heads, E/2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring features of x [B, T, heads, E] (Meta's layout), computing in
+    float32 or float64: a product of complex numbers, (even + i odd) (cos + i sin)."""
+    pairs = x.unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, rotation.dtype))
+    if torch.compiler.is_compiling():  # the compiler fuses products of real numbers alone
+        even, odd = pairs.unbind(-1)  # [B, T, heads, E/2]
+        cos, sin = rotation.unbind(-1)
+        rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    else:
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return rotated.flatten(-2).type_as(x)
 
 
 def document_mask(positions: Tensor, slots: Tensor, S: int) -> Tensor:
@@ -211,9 +220,9 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.wo = nn.Linear(config.q_dim, config.dim, bias=False)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
-        q = rotate(self.queries(x), cos, sin)  # [B, T, H, E]
-        k = rotate(self.keys(x), cos, sin)  # [B, T, KV, E]
+    def forward(self, x, rotation, mask=None, cache=None):
+        q = rotate(self.queries(x), rotation)  # [B, T, H, E]
+        k = rotate(self.keys(x), rotation)  # [B, T, KV, E]
         v = self.values(x)  # [B, T, KV, E]
         if cache is not None:
             k, v = cache.add(k, v)  # [B, S, KV, E]
@@ -263,8 +272,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = self.feed_forward_type(config)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
+    def forward(self, x, rotation, mask=None, cache=None):
+        x = x + self.attention(self.attention_norm(x), rotation, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -332,11 +341,11 @@ class Llama(nn.Module):
             mask = documents  # in place of a mask, so that blocks need no other argument
         else:
             mask = document_mask(positions, torch.arange(T, device=tokens.device), T)
-        cos, sin = self.angles(positions)
+        rotation = self.rotation(positions)
 
         with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
             for name, block in self.layers.items():
-                x = block(x, cos, sin, mask, cache and cache.layers[name])
+                x = block(x, rotation, mask, cache and cache.layers[name])
             if self.norm is None:  # a later stage of the pipeline has it
                 return x
             x = self.norm(x[:, -1:] if cache else x)
@@ -348,8 +357,8 @@ class Llama(nn.Module):
     def embed(self, tokens):
         return self.tok_embeddings(tokens)  # [B, T] -> [B, T, D]
 
-    def angles(self, positions):
-        return rope_angles(self.config, positions)
+    def rotation(self, positions):
+        return rotation_by(rope_frequencies(self.config, positions.device), positions)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:

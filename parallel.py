@@ -306,7 +306,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         mp_policy=MixedPrecisionPolicy(
             param_dtype=parallel.dtype,
             reduce_dtype=torch.promote_types(parallel.dtype, torch.float32),
-            cast_forward_inputs=False,  # cos and sin stay float32
+            cast_forward_inputs=False,  # rotation stays float32
         ),
     )
     if parallel.offload:

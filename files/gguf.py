@@ -24,7 +24,7 @@ from torch import Tensor
 from files.formats import to_hf_rows
 from files.published import family_for_others
 from files.safetensors import StoredTensor, Weights
-from model import LlamaConfig, rope_angles
+from model import LlamaConfig, rope_frequencies
 from plumbing.messages import UserError
 from text.vocabulary import BYTE_OF_CHARACTER, BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
@@ -121,12 +121,8 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
 
 def slowdown(config: LlamaConfig) -> Tensor:
     """Return by how much scaled RoPE slows down each rotation, [E/2] float32."""
-
-    def speeds(config: LlamaConfig) -> Tensor:
-        cos, sin = rope_angles(config, torch.ones(1, 1))  # at position 1, an angle is a speed
-        return torch.atan2(sin, cos).flatten()
-
-    return speeds(replace(config, rope_scaling=1.0)) / speeds(config)
+    cpu = torch.device("cpu")
+    return rope_frequencies(replace(config, rope_scaling=1.0), cpu) / rope_frequencies(config, cpu)
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:

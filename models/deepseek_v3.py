@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import model
-from model import RMSNorm, rotate
+from model import RMSNorm, rotate, rotation_by
 from models import mixtral
 from models.family import Family, Published
 from models.parts import FAST, SLOW, yarn_frequencies
@@ -134,15 +134,15 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.value_dim, D, bias=False)
         self.score_scale = score_scale(config)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
+    def forward(self, x, rotation, mask=None, cache=None):
         E, R, C, U = self.sizes
         q = self.query_features(x).unflatten(-1, (-1, E))  # [B, T, H, E]
         q, q_rope = q.split([E - R, R], -1)
         latent, k_rope = self.wkv_a(x).split([C, R], -1)  # [B, T, C], [B, T, R]
         kv = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, E - R + U))
         k, v = kv.split([E - R, U], -1)  # [B, T, KV, E - R], [B, T, KV, U]
-        k_rope = rotate(self.all_tokens(k_rope)[:, :, None], cos, sin)  # [B, T, 1, R]
-        q = torch.cat([q, rotate(q_rope, cos, sin)], -1) * self.score_scale
+        k_rope = rotate(self.all_tokens(k_rope)[:, :, None], rotation)  # [B, T, 1, R]
+        q = torch.cat([q, rotate(q_rope, rotation)], -1) * self.score_scale
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], -1)  # [B, T, KV, E]
         v = F.pad(v, (0, E - U))  # kernels want values as wide as keys
         if cache is not None:
@@ -205,13 +205,12 @@ class Block(model.Block):
 class DeepseekV3(model.Llama):
     block_type = Block
 
-    def angles(self, positions):
+    def rotation(self, positions):
         c = self.config
         frequencies = yarn_frequencies(
             c.rope_dim, c.rope_theta, c.rope_scaling, c.rope_original, positions.device
         )
-        angles = positions[..., None, None].float() * frequencies  # [B, T, 1, R/2]
-        return angles.cos(), angles.sin()
+        return rotation_by(frequencies, positions)
 
 
 def score_scale(c: DeepseekV3Config) -> float:

@@ -24,9 +24,8 @@ from models.parts import (
     WindowAttention,
     WindowConfig,
     flatten_rope,
-    plain_angles,
+    plain_rotation,
     read_layers,
-    stack_angles,
     write_layers,
 )
 
@@ -90,8 +89,8 @@ class Block(model.Block):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_out_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
-        attended = self.attention(self.attention_norm(x), cos, sin, mask, cache)
+    def forward(self, x, rotation, mask=None, cache=None):
+        attended = self.attention(self.attention_norm(x), rotation, mask, cache)
         x = x + self.attention_out_norm(attended)
         return x + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x)))
 
@@ -108,10 +107,11 @@ class Gemma3(model.Llama):
         scale = torch.tensor(self.config.dim**0.5, dtype=x.dtype, device="cpu")
         return x * scale.item()  # rounded to x's dtype, as it was where the model was trained
 
-    def angles(self, positions):
+    def rotation(self, positions):
         c = self.config
-        in_others = plain_angles(c, positions / c.rope_scaling, c.rope_theta)
-        return stack_angles(plain_angles(c, positions, WINDOW_THETA), in_others)
+        in_others = plain_rotation(c, positions / c.rope_scaling, c.rope_theta)
+        in_windows = plain_rotation(c, positions, WINDOW_THETA)
+        return torch.stack([in_windows, in_others])
 
 
 def plan():

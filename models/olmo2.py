@@ -38,8 +38,8 @@ class Block(model.Block):
     attention_type = Attention
     norms_outputs = True
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
-        x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
+    def forward(self, x, rotation, mask=None, cache=None):
+        x = x + self.attention_norm(self.attention(x, rotation, mask, cache))
         return x + self.ffn_norm(self.feed_forward(x))
 
 

@@ -6,7 +6,10 @@ The others have RoPE scaled by YaRN for long sequences.
 
 from dataclasses import dataclass
 
+import torch
+
 import model
+from model import rotation_by
 from models import olmo2
 from models.family import Family, Published
 from models.parts import (
@@ -14,9 +17,8 @@ from models.parts import (
     WindowAttention,
     WindowConfig,
     flatten_rope,
-    plain_angles,
+    plain_rotation,
     read_layers,
-    stack_angles,
     write_layers,
     yarn_frequencies,
     yarn_scale,
@@ -45,18 +47,18 @@ class Block(olmo2.Block):
 class Olmo3(model.Llama):
     block_type = Block
 
-    def angles(self, positions):
+    def rotation(self, positions):
         c = self.config
-        in_windows = plain_angles(c, positions, c.rope_theta)
+        in_windows = plain_rotation(c, positions, c.rope_theta)
         if c.rope_scaling == 1.0:
-            return stack_angles(in_windows, in_windows)
+            return torch.stack([in_windows, in_windows])
         original = YARN["original_max_position_embeddings"]
         frequencies = yarn_frequencies(
             c.head_dim, c.rope_theta, c.rope_scaling, original, positions.device
         )
-        angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
+        in_others = rotation_by(frequencies, positions)
         scale = yarn_scale(c.rope_scaling)  # sharpens the softmax over the longer context
-        return stack_angles(in_windows, (angles.cos() * scale, angles.sin() * scale))
+        return torch.stack([in_windows, in_others * scale])
 
 
 THETA = 5e5

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import model
-from model import LlamaConfig, rope_angles
+from model import LlamaConfig, rope_frequencies, rotation_by
 from plumbing.messages import UserError
 from techniques.windows import attend_within
 
@@ -38,26 +38,20 @@ class WindowConfig(LlamaConfig):
 
 class WindowAttention(model.Attention):
     """Attention in the window of its layer. Layers with a window and without have RoPEs of their
-    own: cos, sin [2, B, T, 1, E/2]."""
+    own: rotation [2, B, T, 1, E/2, 2]."""
 
     def __init__(self, config: WindowConfig, layer: int):
         super().__init__(config, layer)
         self.window = config.windows[layer]
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
+    def forward(self, x, rotation, mask=None, cache=None):
         kind = 0 if self.window else 1
-        return super().forward(x, cos[kind], sin[kind], mask, cache)
+        return super().forward(x, rotation[kind], mask, cache)
 
     def attend(self, q, k, v, mask):
         if self.window:
             return attend_within(q, k, v, mask, self.window)
         return super().attend(q, k, v, mask)
-
-
-def stack_angles(in_windows: tuple, in_others: tuple) -> tuple[Tensor, Tensor]:
-    """Return cos, sin [2, B, T, 1, E/2], given those of layers with a window and without."""
-    cos, sin = map(torch.stack, zip(in_windows, in_others))
-    return cos, sin
 
 
 # ------------------------------------------------------------------------------------------- YaRN
@@ -92,9 +86,10 @@ def yarn_scale(factor: float) -> float:
     return 0.1 * math.log(factor) + 1
 
 
-def plain_angles(config: LlamaConfig, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """Return the angles of RoPE with this theta, without scaling."""
-    return rope_angles(replace(config, rope_theta=theta, rope_scaling=1.0), positions)
+def plain_rotation(config: LlamaConfig, positions: Tensor, theta: float) -> Tensor:
+    """Return the rotation of RoPE with this theta, without scaling."""
+    plain = replace(config, rope_theta=theta, rope_scaling=1.0)
+    return rotation_by(rope_frequencies(plain, positions.device), positions)
 
 
 # -------------------------------------------------------------------- config.json of such models

@@ -101,7 +101,7 @@ def test_lengths_and_mask_say_the_same():
 def masks_of(model: Llama) -> list:
     """A list that receives the mask of each forward of the first block."""
     masks = []
-    model.layers["0"].register_forward_pre_hook(lambda _, given: masks.append(given[3]))
+    model.layers["0"].register_forward_pre_hook(lambda _, given: masks.append(given[2]))
     return masks
 
 

@@ -23,7 +23,7 @@ from config import ParallelConfig
 from costs.page import holds
 from generate import compile_blocks
 from lora import LoRA
-from model import LlamaConfig, rope_angles
+from model import LlamaConfig, rope_frequencies, rotation_by
 from parallel import parallelize, with_mesh
 from perf.instruments import Training, build_on_meta, make_step, random_batch
 from plumbing.joining import init_distributed
@@ -62,15 +62,18 @@ def process():
 
 
 @pytest.fixture
-def same_angles(monkeypatch):
-    """Let rope_angles compute on the CPU: a GPU's differ in the last bit of float32, also beside
+def same_rotation(monkeypatch):
+    """Let RoPE be computed on the CPU: a GPU's differs in the last bit of float32, also beside
     float64."""
 
-    def on_the_cpu(config, positions) -> tuple[torch.Tensor, torch.Tensor]:
-        found = rope_angles(config, positions.cpu())
-        return tuple(angles.to(positions.device) for angles in found)
+    def frequencies(config, device) -> torch.Tensor:
+        return rope_frequencies(config, torch.device("cpu")).to(device)
 
-    monkeypatch.setattr(model_py, "rope_angles", on_the_cpu)
+    def rotation(frequencies, positions) -> torch.Tensor:
+        return rotation_by(frequencies.cpu(), positions.cpu()).to(positions.device)
+
+    monkeypatch.setattr(model_py, "rope_frequencies", frequencies)
+    monkeypatch.setattr(model_py, "rotation_by", rotation)
 
 
 def weights_of(config, lora=None) -> dict[str, torch.Tensor]:
@@ -184,7 +187,7 @@ def test_gradients_are_those_of_the_cpu(process, request, name, packed, dtype, l
     if config is DENSE_MIXTURE and not ON_GPU:
         pytest.skip("needs the kernel of all experts")
     if dtype != LOW:
-        request.getfixturevalue("same_angles")
+        request.getfixturevalue("same_rotation")
     torch._dynamo.reset()
     split = (SPLITS | OTHERS | ADAPTED)[name]
     model, runner, world = built(process, config, lora, **split, dtype=dtype)

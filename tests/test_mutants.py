@@ -14,9 +14,9 @@ SPLITS = {  # two ranks each
 
 SWIGLU, FEATURES = "return F.silu(gate) * up", "swiglu(self.w1(x), self.w3(x))"
 FFN = "return x + self.feed_forward(self.ffn_norm(x))"
-ATTENTION = "x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)"
-Q = "q = rotate(self.queries(x), cos, sin)"
-K = "k = rotate(self.keys(x), cos, sin)"
+ATTENTION = "x = x + self.attention(self.attention_norm(x), rotation, mask, cache)"
+Q = "q = rotate(self.queries(x), rotation)"
+K = "k = rotate(self.keys(x), rotation)"
 V = "v = self.values(x)"
 NORM = "return rms_norm(x, self.weight, self.eps)"
 EMBED = "else self.embed(tokens)"
@@ -37,7 +37,7 @@ RIGHT = {  # equal under every split
     "focal loss": {LOSS_OF: f"loss ={LOSS_OF[6:]}\n    return loss * (1 - (-loss).exp())"},
     "norms of 1 + weight": {NORM: "return rms_norm(x, 1 + self.weight, self.eps)"},
     "no RoPE in odd layers": {
-        Q: f"if self.layer % 2:\n            cos, sin = 1, 0\n        {Q}"},
+        Q: f"if self.layer % 2:\n            rotation = torch.eye(2)[0]\n        {Q}"},
     "values from keys": {V: f"{V} + k"},
     "a window of scores": {"return visible[:, None]": "return visible[:, None] & (keys < 9)"},
     "a scale at the embedding": {EMBED: f"{EMBED} * 8"},
@@ -58,7 +58,7 @@ PARTLY = {  # equal under some splits, and refused under the named ones
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "positions of a rank": (
-        {"self.angles(positions)": "self.angles(torch.arange(tokens.shape[1])[None])"}, "cp"),
+        {"self.rotation(positions)": "self.rotation(torch.arange(tokens.shape[1])[None])"}, "cp"),
     "a condition on the length": (
         {FFN: f"x = 2 * x if x.shape[1] > 13 else x\n        {FFN}"}, "cp"),
     "the token after next": (

@@ -143,7 +143,7 @@ class Parts:
         return Layer(apart(heads), apart(rest))
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        return rotate(heads, *self.llama.angles(positions))
+        return rotate(heads, self.llama.rotation(positions))
 
     def logits(self, x: Tensor) -> Tensor:
         return self.llama.output(self.llama.norm(x))
@@ -198,11 +198,11 @@ def kept_of(seed: int) -> list[tuple[Tensor, Tensor]]:
     blocks = llama.layers.values()
     given = []
     for block in blocks:
-        block.attention.register_forward_pre_hook(lambda _, args: given.append(args[:3]))
+        block.attention.register_forward_pre_hook(lambda _, args: given.append(args[:2]))
     llama(texts_of(seed))
     kept = []
-    for block, (x, cos, sin) in zip(blocks, given):
-        k = rotate(block.attention.keys(x), cos, sin)
+    for block, (x, rotation) in zip(blocks, given):
+        k = rotate(block.attention.keys(x), rotation)
         v = block.attention.values(x)
         kept.append((k.transpose(1, 2), v.transpose(1, 2)))
     return kept

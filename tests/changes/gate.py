@@ -19,9 +19,9 @@ class Block(model.Block):
         super().__init__(config, layer)
         self.gate = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
+    def forward(self, x, rotation, mask=None, cache=None):
         h = self.attention_norm(x)
-        x = x + self.gate(h).sigmoid() * self.attention(h, cos, sin, mask, cache)
+        x = x + self.gate(h).sigmoid() * self.attention(h, rotation, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 

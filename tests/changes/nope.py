@@ -36,10 +36,10 @@ class Attention(model.Attention):
         self.rotates = layer % config.rope_every == 0
         self.temperature = Temperature(config.n_heads)
 
-    def forward(self, x, cos, sin, mask=None, cache=None):
+    def forward(self, x, rotation, mask=None, cache=None):
         if not self.rotates:
-            cos, sin = 1.0, 0.0
-        return super().forward(x, cos, sin, mask, cache)
+            rotation = rotation.new_tensor([1.0, 0.0])  # cosine and sine of no angle
+        return super().forward(x, rotation, mask, cache)
 
     def attend(self, q, k, v, mask):
         scaled = q * self.temperature()[:, None].type_as(q)
