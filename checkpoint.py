@@ -138,8 +138,9 @@ class Saver(contextlib.AbstractContextManager):
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
-        # Every save writes small_logits (files/published.py), which are computed once: here, since
-        # in the thread their model would draw random numbers while dropout draws some, too.
+        # Every save writes small_logits, by which a reader notices a changed model.py
+        # (files/published.py). They are computed once: here, since in the thread their model would
+        # draw random numbers while dropout draws some, too.
         small_logits(family_of(model.config))
         weights = adapters(model) if self.lora else weights_of(model)
         self.size = checkpoint_bytes(weights, optimizer, self.group)
@@ -167,7 +168,7 @@ class Saver(contextlib.AbstractContextManager):
         self.wait()
         final = self.out / f"step-{step:08d}"
         if final == self.newest:  # an evaluation has found it to be the best
-            self._remove_old(best)
+            self._link_best_and_remove_old(best)
             return final
         check_finite(self.model, step, self.out, self.group)
         self.newest = final
@@ -217,7 +218,7 @@ class Saver(contextlib.AbstractContextManager):
         seconds = time.monotonic() - started
         saved = f"saved {snapshot.final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
-        self._remove_old(snapshot.is_best)
+        self._link_best_and_remove_old(snapshot.is_best)
 
     def _finish(self, snapshot: Snapshot, digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
@@ -231,7 +232,7 @@ class Saver(contextlib.AbstractContextManager):
         directories.sync(self.out)
         note_checkpoint(snapshot.final.name)
 
-    def _remove_old(self, best: bool) -> None:
+    def _link_best_and_remove_old(self, best: bool) -> None:
         if dist.get_rank() == 0:
             directories.remove_old(self.newest, self.flags.get("keep", 0), best)
 

@@ -44,10 +44,10 @@ class Strategy:
 
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}  # FSDP
-UPDATES = {"gradients": "replicate", "optimizer": "replicate"}  # ZeRO-1: all but parameters
+ZERO1_STATE = {"gradients": "replicate", "optimizer": "replicate"}  # ZeRO-1: all but parameters
 STRATEGIES = {  # --dp auto takes the first that fits
     "ddp": Strategy("ddp", "rank"),
-    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False),
+    "zero1": Strategy("zero1", "rank", ZERO1_STATE, automatic=False),
     "hsdp": Strategy("fsdp", "node", EVERYTHING),
     "fsdp": Strategy("fsdp", "world", EVERYTHING),
 }
@@ -55,7 +55,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 
 def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
-    of configurations built in code, `unset` that of a command line: None lets the run choose."""
+    of configurations built in code, `unset` that of a command line, where None lets the run choose:
+    `optimizer` is "adamw" in code, and without the flag a run from scratch takes Muon."""
     may_change = kind != ARITHMETIC
     plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})

@@ -111,7 +111,7 @@ class Distillation(Task):
     def with_teacher(self, batch: Batch) -> Batch:
         """Return a batch with what the teacher's forward leaves for the loss."""
         left = self.teacher.forward(batch, self.work.microbatch)
-        return replace(batch, target_values=left, before_use=partial(setattr, self, "batch"))
+        return replace(batch, target_values=left, before_forward=partial(setattr, self, "batch"))
 
     def divergence(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
         """As the student's `loss`: return the sum of the divergences at all targets, and add what
@@ -138,7 +138,7 @@ class Distillation(Task):
         self.sums.clear()
         for batch in self.taught(self.held_out()):
             for part in batch.microbatches(self.work.microbatch):
-                part.use()
+                part.prepare()
                 self.job.model(*part.inputs, documents=part.documents)
         return Totals(*self.all_summed("loss", "targets"), 0)
 

@@ -89,7 +89,7 @@ def load_split(
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     with torch.device("meta"):
         whole = config.build()
-        model = config.build()  # another one, since the model of a Work is never changed
+        model = config.build()  # another one: what a layout needs is asked of the whole
     document = seq_len if asked.chat else 0
     work = requested_work(
         parallel, whole, process, None, seq_len, asked.microbatch, document=document

@@ -16,7 +16,8 @@ model, a step communicates the gradients of the adapters and nothing else, and m
 it faster. On several processes a run first prints what a step would send under each strategy.
 
 Every checkpoint is an adapter in PEFT's format; --merge [best] also writes the merged model. With
---all-weights there is no adapter: all weights are trained, as train.py does.
+--all-weights there is no adapter: all weights are trained, as train.py does. The loop over steps is
+train.py's, too; preferences.py, rewards.py and distill.py call `finetune` with tasks of their own.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -151,13 +152,13 @@ class Finetuning(Run):
 
 
 class Script(NamedTuple):
-    """The parts of `finetune` in which the scripts differ that train adapters."""
+    """In what the scripts differ that call `finetune`."""
 
     flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns
-    task: Callable[..., Task] = Task
-    # (run, parallel, the base's configuration, its tokenizer, process) -> a teacher on meta, and
-    # its digest by the name that Job.digests has for it
+    task: Callable[..., Task] = Task  # the next token, as in train.py
+    # (run, parallel, the base's configuration, its tokenizer, process) -> the teacher of distill.py
+    # on meta, and its digest by the name that Job.digests has for it
     find_teacher: Callable = lambda *given: (None, {})
 
 

@@ -120,8 +120,8 @@ class Memory:
     def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
         """Yield the tokens that continue a prompt, of which only what is new is read.
 
-        Not all that was read is kept: the newest token may be in no cache yet, and the last one of
-        the prompt is read for its logits."""
+        The newest token may be in no cache yet, and the last one of the prompt is read in any case,
+        for its logits."""
         known = 0
         for old, new in zip(self.tokens[:-1], prompt[:-1]):
             if old != new:
@@ -130,7 +130,8 @@ class Memory:
         del self.tokens[known:]
         self.cache.go_back(known)
         for (token,) in stream(model, [prompt], cache=self.cache, **options):
-            if len(self.tokens) == known:  # the prompt has been read
+            is_first = len(self.tokens) == known
+            if is_first:  # the prompt has been read
                 self.tokens += prompt[known:]
             self.tokens.append(token)
             yield token

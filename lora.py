@@ -63,8 +63,10 @@ class LoRA:
 
 def product(x, weight, row_scale, A, B, magnitude, norms, dropout, bias, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
-    `row_scale` is None unless W is in 4 bits. A scale of 0 leaves the adapter out. DoRA does not
-    scale the bias, as in PEFT. The arguments stand in the order of shard_product's placements."""
+
+    Plain LoRA is y = x Wᵀ and with_adapter; the rest is for 4 bits, where `row_scale` is not None,
+    and DoRA, which does not scale the bias, as in PEFT. A scale of 0 leaves the adapter out. The
+    arguments stand in the order of shard_product's placements."""
     if row_scale is None:
         flat = x.flatten(0, -2).to(weight.dtype)  # [n, in]
         y = flat @ weight.T

@@ -167,7 +167,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
-    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: a group's heads stand for T
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: in its place a group's heads
         queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
@@ -296,7 +296,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same sum in chunks
+        self.loss = sum_of_losses  # in a run techniques/chunked_loss.py: the same, in chunks
         self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism replaces it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         blocks = {str(i): self.block_type(config, i) for i in range(config.n_layers)}
@@ -322,7 +322,7 @@ class Llama(nn.Module):
 
         tokens [B, T] -> logits [B, T, V]; with a cache only those of the last token, [B, 1, V].
         targets [B, T], IGNORE where no loss counts -> float32 scalar in nats (float64 in a float64
-        model). It is a sum, so that train.py can add up microbatches and ranks and divide once.
+        model), unless a task has set `loss`. It is a sum: train.py adds up microbatches and ranks.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
         cache (techniques/kv_cache.py), which has the keys and values of earlier tokens. `documents`
@@ -419,7 +419,7 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def loss_of(logits: Tensor, targets: Tensor, vocabulary: "Vocabulary") -> Tensor:
     """Return the loss of each token in training, in nats.
 
-    Change this for another loss, but sum over V by `vocabulary` alone: under tensor parallelism a
+    Change this for another loss, but sum over V by methods of `vocabulary` alone: with --tp a
     rank has the logits of one shard. What is returned for IGNORE is dropped.
     logits [n, V] in float32 or float64, targets [n] -> [n]."""
     return vocabulary.cross_entropy(logits, targets)

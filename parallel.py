@@ -149,7 +149,7 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides a training over ranks: it is asked what it refuses even where it is not used.
+# What divides a training is always asked what it refuses. Functions below apply all but experts.
 ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
@@ -181,7 +181,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
     stage_place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
-    wrap = WRAPPERS[parallel.strategy.wrapper]
+    wrap = WRAPPERS[parallel.strategy.wrapper]  # around each stage, or around the whole model
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.keep_own_stages(model, *stage_place)
@@ -202,7 +202,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if parallel.strategy.uses_fsdp or world.size == 1 or not is_trained:
         return model
-    return wrap(model, world)
+    return wrap(model, world)  # by DDP or ZeRO-1, which need the weights
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
@@ -373,8 +373,9 @@ def weights_at_hand(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- tensor parallelism
 
-# The style of every layer of a Llama that has parameters; * is any number. The file of another
-# model adds those of its layers. Unused entries are ignored.
+# The style of every layer of a Llama that has parameters: COLUMNS and ROWS say what a rank has of a
+# weight, GatherTokens all-gathers x, and ROWS reduce-scatters what it adds to the stream. * is any
+# number. The file of another model adds those of its layers. Unused entries are ignored.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False

@@ -67,7 +67,7 @@ def ipo_loss(margin: Tensor, beta: float) -> Tensor:
 
 
 # The loss of a pair is a function of its margin: the chosen answer's reward - the rejected one's. A
-# reward is beta times a log ratio, of which IPO is defined without beta.
+# reward is beta times a log ratio. So margin / beta is a difference of log ratios.
 LOSSES = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
 MEASURED = ("accuracy", "margin", "chosen", "rejected")  # chosen and rejected are mean rewards
 
@@ -109,7 +109,7 @@ class Preferences(Task):
 
     def __post_init__(self):
         self.sums = Counter()  # of `loss` over pairs, by name, since the last finish_measures
-        set_loss_of_each_target(self.job.model)
+        set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         yield from map(self.with_base, super().batches(steps))

@@ -177,7 +177,7 @@ def advantages_of(rewards: Tensor, normalize: str) -> tuple[Tensor, Tensor]:
 
 def clipped(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return min(ratio advantage, clip(ratio) advantage) of each token, and which of them are
-    clipped: those have no gradient. Clipped before exp, none has an infinite one."""
+    clipped: those have no gradient. The logarithm is clipped: exp of a large one is infinite."""
     not_above = log_ratio.clamp(max=math.log(1 + high))
     not_below = log_ratio.clamp(min=math.log(1 - low))
     bounded = torch.where(advantage < 0, not_below, not_above)
@@ -209,7 +209,7 @@ class Rewards(Task):
 
     def __post_init__(self):
         check_can_sample(self)
-        set_loss_of_each_target(self.job.model)
+        set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
@@ -217,8 +217,18 @@ class Rewards(Task):
         # The largest |log p - log p in sampling| of a token since then: of its last forward, and of
         # that before the first update, where only rounding can make it differ.
         self.largest = self.furthest = 0.0
+        self.measured = {}  # of the newest answers, by name
+        self.seconds = {}  # that they took
+        self.shown = ""  # of the newest evaluation
         dtype = self.world.parallel.dtype
         self.tolerance = TOLERANCE[dtype]
+        self.only_warns = dtype == torch.bfloat16
+        self.has_warned = False
+        self.prepare_replay()
+
+    def prepare_replay(self) -> None:
+        """Let layers with experts keep what they choose in sampling, so that training takes the
+        same experts. A model without experts has no such layers."""
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
         self.replays = REPLAYS and self.world.parallel.tp == 1
         for layer in self.job.model.modules():
@@ -227,13 +237,11 @@ class Rewards(Task):
         # Where experts are chosen anew, rounding may send some tokens to others. The whole model
         # tells: a stage of a pipeline may have none.
         layers = [*self.work.model.modules()]
-        routes = any(hasattr(layer, "shapes_vary") for layer in layers)
+        are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)
         can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
-        chooses_anew = routes and not (can_replay and self.replays)
-        rounds = dtype == torch.float32
-        self.may_be_far = 0.1 if chooses_anew and rounds else 0.0  # share of a step's tokens
-        self.only_warns = dtype == torch.bfloat16
-        self.has_warned = False
+        chooses_anew = are_routed and not (can_replay and self.replays)
+        in_float32 = self.world.parallel.dtype == torch.float32
+        self.may_be_far = 0.1 if chooses_anew and in_float32 else 0.0  # share of a step's tokens
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
@@ -266,7 +274,8 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        # An update takes the same number of groups. One without rewards would divide by 0 answers.
+        # An update takes the same number of whole groups: ranks take answers in turn, so part i of
+        # this rank's rows is of them. One without rewards would divide by 0 answers.
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
@@ -294,7 +303,7 @@ class Rewards(Task):
             with adapters_off(model):
                 found["base_log_p"] = log_p_of_targets(model, batch, microbatch)
         if self.replays:
-            batch.before_use = partial(replay, model)
+            batch.before_forward = partial(replay, model)
         if self.run.updates > 1:
             with torch.no_grad():
                 found["old_log_p"] = log_p_of_targets(model, batch, microbatch)
@@ -317,9 +326,9 @@ class Rewards(Task):
         for places, its_answers in shares:
             answers[places] = its_answers
         ended = time.perf_counter()
-        scored = self.score(asked, answers) if world.rank == 0 else None
+        found = self.score(asked, answers) if world.rank == 0 else None
         meet()  # rewards may take longer than a collective waits
-        scored = world.broadcast_from_rank_zero(lambda: scored)
+        scored = world.broadcast_from_rank_zero(lambda: found)
         self.problem = scored.problem
         if scored.problem or scored.signal:
             raise Stopped(scored.signal)
@@ -378,7 +387,7 @@ class Rewards(Task):
         log_ratio = log_p - old_log_p
         gain, is_clipped = clipped(log_ratio, values["advantage"], *run.clip_ratio)
         distance = (log_p.detach() - values["sampled_log_p"]).abs()
-        sums = {
+        sums = {  # finish_measures divides them by the tokens
             "tokens": batch.count(),
             "far": (by_rounding.abs() > self.tolerance).sum(),
             "mean_log_ratio": distance.sum(),
@@ -405,8 +414,8 @@ class Rewards(Task):
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model
         that was trained is not the one that answered."""
-        replay(self.job.model, None)
-        if not self.job.model.training:  # an evaluation, without a loss of tokens
+        replay(self.job.model, None)  # from now on experts are chosen anew
+        if not self.job.model.training:  # an evaluation has no loss of tokens
             return self.measured
         names = ["clipped", "entropy", "mean_log_ratio"]
         if self.run.kl is not None:

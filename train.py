@@ -15,7 +15,7 @@ This file is the life of a run, from top to bottom:
       update           divide gradients by all target tokens, clip them, call the optimizer
       end_step         record, save and evaluate
 
-The loop works with seven records:
+The loop works with seven objects:
 
     Run      what was asked: the flags                       runs/flags.py
     Job      the model and the data                          runs/setup.py
@@ -23,7 +23,7 @@ The loop works with seven records:
     Work     the sizes of a step, and how it is split        config.py
     Task     what a step trains on, and its loss             runs/task.py
     Steps    those still to take, and what each reads        text/order.py
-    Totals   the results of a step, over all ranks           config.py
+    Totals   the results of an update, over all ranks        config.py
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
@@ -76,8 +76,9 @@ def split(
     run: Run, parallel: ParallelConfig, job: setup.Job, process: Process
 ) -> tuple[World, nn.Module, Work]:
     """Choose how to split a step, and give each rank its part of the model. Return the World, what
-    a training step calls, and the step's work. Before that a small model takes a step by
-    `accumulate` (runs/equal.py): a changed model.py may not split."""
+    a training step calls, and the step's work. Before that a small copy of the model takes a step
+    by `accumulate`, split and whole (runs/equal.py): so a change of model.py that cannot be split
+    is refused."""
     world, work = setup.choose_split(run, parallel, job, process)
     setup.check_and_describe(job, work, world, accumulate)
     runner = parallelize(job.model, world, job.initialize)
@@ -94,7 +95,7 @@ def train(task: Task, runner: nn.Module) -> bool:
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
     steps = setup.steps_of(run, job, work, saved)
-    task.begin(steps)  # the model still is the base that preferences.py compares with
+    task.begin(steps)  # before `load`: the model is the base that preferences.py compares with
     setup.load(steps, run, job, optimizer)
     unevaluated = unevaluated_step(run, steps, world)
     if steps.done >= steps.last and not unevaluated:
@@ -187,8 +188,8 @@ def accumulate(
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
-    does all the communication of forward and backward. `task_loss` is a task's `loss`: it makes the
-    loss of a microbatch of what the model has computed. None stands for the model's own loss.
+    does all the communication of forward and backward. `task_loss` is a task's `loss`: it returns
+    the loss of a microbatch, given what the model has returned. None: the model's own loss.
     Returns the sum of the losses, a scalar that is still on the device. In a pipeline all stages
     but the last return 0."""
     microbatches = batch.microbatches(microbatch)
@@ -198,9 +199,10 @@ def accumulate(
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            part.use()
+            part.prepare()  # what some tasks tell layers before a forward; else nothing
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
+            # The loss in chunks (chunked_loss.py) has the gradients of logits already.
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -253,6 +255,7 @@ def update(
     total_loss, total_count, total_bytes, norm, signal, health = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
+    # Muon from scratch, AdamW from given weights; with --dp zero1 or Muon ranks exchange updates.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))

@@ -1,5 +1,5 @@
-"""What a task makes its own loss of: the loss of each target (preferences.py, rewards.py), or the
-logits of each token (distill.py)."""
+"""What tasks compute losses of their own from: the loss of each target (preferences.py and
+rewards.py), or the logits of each token (distill.py)."""
 
 from collections.abc import Callable
 
@@ -59,7 +59,7 @@ def log_p_of_targets(model: Llama, batch: Batch, microbatch: int) -> Tensor:
     parts = batch.microbatches(microbatch)
     losses = []
     for part in parts:
-        part.use()
+        part.prepare()
         losses.append(model(*part.inputs, documents=part.documents))
     return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 

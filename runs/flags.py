@@ -147,7 +147,7 @@ def sizes_of(config: type[LlamaConfig]) -> type:
         if kind in (int, str) and f.name not in FOLLOWING:
             help = f"{f.name} of the model, in place of the preset's"
             argument = positive_int if kind is int else str
-            if kind is int and f.name in own_fields(config):  # which its configuration checks
+            if kind is int and f.name in own_fields(config):  # may be 0: its configuration checks
                 argument = nonnegative_int
             sizes.append((f.name, f.type, flag(None, help, MODEL, argument, may_change=True)))
     return make_dataclass("Sizes", sizes, frozen=True)
@@ -173,7 +173,8 @@ class Pretraining(Run):
 
 
 def flags_of_pretraining(words: list[str]) -> type[Pretraining]:
-    """Return Pretraining with the sizes of the model that these words of a command line name.
+    """Return Pretraining with the sizes of the model that these words of a command line name: only
+    a model with experts has --n-experts.
 
     Raises UserError for a model that is not found, and for a size of other models."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)

@@ -47,7 +47,8 @@ class Task:
     work: Work
     sample_text: Callable[[int], str]
     before_step = "data"  # the name that `bench.py step` gives to the time before a step
-    # Why `batches` ended early, equal on all ranks: a line, or a signal that came meanwhile.
+    # Why `batches` ended early, equal on all ranks: a line, which train.py raises after it has
+    # saved, or a signal that came meanwhile.
     problem = ""
     signal = 0
 
@@ -68,9 +69,9 @@ class Task:
         return read_ahead(read, steps.to_do, self.world.device)
 
     def loss(self, computed: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a microbatch, a sum, given what the model has computed: that sum. A
-        task whose loss is another function makes it of the loss of each target, [B, T], which the
-        model returns after set_loss_of_each_target (runs/each_target.py)."""
+        """Return the loss of a microbatch, a sum, given what the model has returned: here that sum.
+        Other tasks let the model return the loss of each target, [B, T], and compute theirs from it
+        (runs/each_target.py)."""
         return computed
 
     def updates(self, batch: Batch) -> list[Batch]:
@@ -88,8 +89,9 @@ class Task:
 
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return by name what is recorded of a step or an evaluation beside its loss, and begin
-        anew for the next. All ranks call it together, once after each update and each `evaluate`,
-        whose results are `totals`. It may raise UserError on all of them."""
+        anew for the next. All ranks call it together, once after each step and each `evaluate`.
+        `totals` are its results, of several updates in a step those of the last. It may raise
+        UserError on all ranks."""
         return {"bits_per_byte": totals.bits_per_byte}
 
     def text_to_show(self, step: int) -> str:

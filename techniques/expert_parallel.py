@@ -98,9 +98,9 @@ def spread_experts(model: Llama, world) -> None:
     parallel = world.parallel
 
     def own(weight: Tensor) -> Tensor:
-        """Return this rank's part. Its gradient is a sum over the tokens of N ranks, and FSDP
-        averages it over n / N: divided by N, it is an average over n, as all others. Averages are
-        over n ranks that count those along tp once, and N counts each of these."""
+        """Return this rank's part. Gradients are averages over the n = replicate x shard ranks with
+        different tokens. FSDP divides that of an expert by n tp / N, the ranks that hold it; what
+        is left is a factor tp / N."""
         part = to_local(weight)
         if part.requires_grad:
             part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)

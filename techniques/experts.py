@@ -91,7 +91,7 @@ def tokens_of_each(experts: Tensor, n_experts: int) -> Tensor:
     return (experts.view(-1, 1) == numbers).sum(0)
 
 
-EXCESS_SCALE = 2.0**-10  # AdamW divides by it again; moments in old checkpoints have it
+EXCESS_SCALE = 2.0**-10  # any would do, as AdamW divides by it: old checkpoints have moments of it
 
 
 class ExcessAsGradient(torch.autograd.Function):

@@ -111,8 +111,8 @@ def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
     """Return this rank's part of each gradient, and a share of the squared norm of those that are
-    slopes of the loss: over all `ranks` the shares add up to it. Raise UserError if a parameter has
-    no gradient."""
+    slopes of the loss, as all are but that of a router's bias (techniques/experts.py): over all
+    `ranks` the shares add up to it. Raise UserError if a parameter has no gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):

@@ -200,7 +200,7 @@ class Pipeline(nn.Module):
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
             embedding.weight.copies = 2  # each counts half in the gradient norm
-        model.forward = self.forward  # for evaluation and generation
+        model.forward = self.forward  # for evaluation and generation; training calls `accumulate`
         for stage in stages:
             # In backward FSDP prefetches the block whose forward came before. For block 0 that
             # would be a block of another microbatch. So it prefetches itself, which does nothing.
@@ -247,7 +247,7 @@ class Pipeline(nn.Module):
         one before, waits for."""
         kind, i, stage = action
         microbatch, module = self.microbatches[i], self.stages[stage]
-        microbatch.use()
+        microbatch.prepare()
         if kind == "F":
             x = microbatch.tokens if stage == 0 else received.requires_grad_()
             targets = microbatch.targets if stage == self.last_stage else None

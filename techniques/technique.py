@@ -1,11 +1,11 @@
 """A technique's answers to what other files ask, so that these need not know it by its name.
 
-A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. The other files
-of this folder divide a training over ranks: ZeRO-1, and tensor, context, expert and pipeline
-parallelism. That changes sizes everywhere, as parallel.py says; their records say what they refuse
-and when they help. To add a
-technique, write its file, put its record into a list of parallel.py, and give it a field in
-config.py. Here `world` is not annotated, since parallel.py imports this.
+A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. So have ZeRO-1,
+and tensor, context, expert and pipeline parallelism. They divide a training over ranks, which
+changes sizes everywhere, as parallel.py says; their records say what they refuse and when they
+help. The other files of this folder help these, or generation. To add a technique, write its file,
+put its record into a list of parallel.py, and give it a field in config.py. Here `world` is not
+annotated, since parallel.py imports this.
 
 What a layer may say of itself. Techniques know no names of layers; these attributes of its class,
 or methods, tell them what they have to know. Each may be left out:

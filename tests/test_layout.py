@@ -46,7 +46,7 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_599, "bench": 97_354,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 31_412, "techniques": 26_097, "costs": 9_357, "perf": 12_285, "runs": 19_405,
+    "top": 31_451, "techniques": 26_097, "costs": 9_357, "perf": 12_285, "runs": 19_405,
     "files": 14_963, "models": 7_942, "text": 18_231, "plumbing": 9_316, "labs": 68_193,
     "tests": 155_382, "docs": 11_154,
 }  # fmt: skip

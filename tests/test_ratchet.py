@@ -36,6 +36,7 @@ PART_OF = {
     "files.loading": "checkpoint",
     "files.save_checks": "checkpoint",
     "costs.plans": "costs.search",
+    "costs.strategies": "costs.search",
     "finetune_lora": "lora",
     "runs.teacher": "distill",
     "files.adapters": "lora",

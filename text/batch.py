@@ -56,13 +56,13 @@ class Batch:
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
     # What a task's loss has to know of each target, by name: [B, T] each.
     target_values: dict[str, Tensor] = field(default_factory=dict)
-    before_use: Callable[["Batch"], None] | None = None
+    before_forward: Callable[["Batch"], None] | None = None
 
-    def use(self) -> None:
-        """Is called before forward and backward of this microbatch: a task may tell the layers of
-        its model more than forward gives them (rewards.py)."""
-        if self.before_use:
-            self.before_use(self)
+    def prepare(self) -> None:
+        """Is called before forward and backward of this microbatch, by which a task tells layers or
+        its loss more than forward gives them (rewards.py, distill.py)."""
+        if self.before_forward:
+            self.before_forward(self)
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
