@@ -352,7 +352,7 @@ def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 @contextlib.contextmanager
-def weights_at_hand(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
+def weights_gathered(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     """Within this context weights are all-gathered by FSDP, and cast by autocast, once, at their
     first use, and freed at the end. Generation needs it: else each token would do both again."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]

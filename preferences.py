@@ -118,7 +118,7 @@ class Preferences(Task):
         """Return a batch with the base's log p of each target."""
         if self.run.all_weights:
             return batch  # it has it from `begin`
-        with adapters_off(self.job.model):
+        with adapters_off(self.job.model):  # nor are there gradients
             return replace(batch, target_values={"base_log_p": self.log_p(batch)})
 
     def log_p(self, batch: Batch) -> Tensor:
@@ -210,8 +210,8 @@ class Preferences(Task):
 
 def sums_of_answers(x: Tensor, batch: Batch) -> Tensor:
     """Return the sum of x [B, T] over each answer: [B, pairs, 2]. The documents of a row are the
-    chosen and the rejected answer of a pair, those of the next pair, ..., and the padding at its
-    end. Rows with fewer pairs than others are filled up with 0."""
+    chosen and the rejected answer of a pair, each after its prompt, those of the next pair, ...,
+    and the padding at its end. Rows with fewer pairs than others are filled up with 0."""
     sums = batch.sums_of_documents(x)
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))
 

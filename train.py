@@ -115,7 +115,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             # It saves nothing new: the step has been saved.
             signal = end_step(task, unevaluated, 0, recorder, saver, steps.last)
         to_do = [] if signal else steps.to_do
-        # To make a batch may take a forward of the base (preferences.py), or answers (rewards.py).
+        # A batch is this rank's share of a step's sequences. To make it may take a forward of the
+        # base (preferences.py), or answers (rewards.py).
         for step, batch in zip(to_do, task.batches(steps)):
             lr = learning_rate(step, steps.last, job.lr, run)
             for group in optimizer.param_groups:

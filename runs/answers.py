@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model import IGNORE, Llama
-from parallel import World, used_techniques, weights_at_hand
+from parallel import World, used_techniques, weights_gathered
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
 from runs.scores import batch_of
@@ -175,7 +175,7 @@ def sample(
     # Ranks need not run forward equally often, as only the first all-gathers weights; unless each
     # forward sends tokens to other ranks.
     largest = partial(largest_over_ranks, world) if parallel.forwards_meet else int
-    with weights_at_hand(model, parallel), torch.compiler.set_stance(stance):
+    with weights_gathered(model, parallel), torch.compiler.set_stance(stance):
         answers = generate(
             model,
             prompts,

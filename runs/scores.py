@@ -39,7 +39,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 
 class Stopped(Exception):
     """Ends what ranks do together, on all of them: some rank has received a signal that asks the
-    run to save and end, or the task has a `problem`, with the signal 0."""
+    run to save and end, or the task has a `problem` (runs/task.py), with the signal 0."""
 
     def __init__(self, signal: int = 0):
         self.signal = signal

@@ -23,7 +23,7 @@ from torch import Tensor
 from config import Totals, Work
 from costs.search import fits_unsharded
 from data import local_batch, read_ahead
-from parallel import World, weights_at_hand
+from parallel import World, weights_gathered
 from plumbing.escaped import IN_LINES
 from plumbing.messages import print_rank_zero
 from runs.flags import Run
@@ -114,7 +114,7 @@ class Task:
             measures = self.finish_measures(totals)
             gathered = contextlib.nullcontext()
             if self.whole_model_fits:
-                gathered = weights_at_hand(model, world.parallel)
+                gathered = weights_gathered(model, world.parallel)
             with gathered, torch.compiler.set_stance("force_eager"):  # few tokens
                 text = self.text_to_show(step)
                 scores = take_exam(model, exam, self.work.microbatch, world)[0] if exam else {}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from config import ParallelConfig
 from generate import Memory, compile_blocks
 from model import Llama, LlamaConfig
-from parallel import weights_at_hand
+from parallel import weights_gathered
 from perf.generation import bytes_of_step
 from plumbing.messages import UserError
 from runs.answers import Record
@@ -361,7 +361,7 @@ def test_autocast_casts_each_weight_once():
     with Casts() as for_each_token:
         expected = generate(model, PROMPTS, 8, record=records[0])
     parallel = ParallelConfig(dtype=torch.bfloat16)
-    with weights_at_hand(model, parallel), Casts() as once:
+    with weights_gathered(model, parallel), Casts() as once:
         assert generate(model, PROMPTS, 8, record=records[1]) == expected
     assert torch.equal(records[0].log_p, records[1].log_p)
     matrices = 7 * SMALL.n_layers + 1

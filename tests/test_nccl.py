@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
-from parallel import parallelize, weights_at_hand, with_mesh
+from parallel import parallelize, weights_gathered, with_mesh
 from perf import instruments
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
@@ -110,7 +110,7 @@ def recorded(rank: int, parallel: ParallelConfig, tied: bool) -> list[list[tuple
             optimizer.step()
             windows = SimpleNamespace(batch=lambda numbers: rows(len(numbers)))
             row_sums(model, windows, range(25), 2, world)
-            with weights_at_hand(model, parallel):
+            with weights_gathered(model, parallel):
                 generate(model, [[1, 2, 3]], 2, temperature=0)
         return queue.calls
     finally:

@@ -33,7 +33,7 @@ from files.adapters import gather_adapters
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for, initial_value_of
 from models.family import families
-from parallel import parallelize, weights_at_hand, with_mesh
+from parallel import parallelize, weights_gathered, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
 from plumbing.joining import init_distributed
 from plumbing.processes import run
@@ -337,7 +337,7 @@ def train(process, case: dict) -> dict:
     if "generate" in case:
         with torch.compiler.set_stance("force_eager"):  # as train.py does
             tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
-            with sampling, weights_at_hand(model, world.parallel):
+            with sampling, weights_gathered(model, world.parallel):
                 assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
     gathers, _ = sampling.sent.get(("shard", "all-gather"), (0, 0))
     saving = Counted(world)
