@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 31_451, "techniques": 26_097, "costs": 9_357, "perf": 12_285, "runs": 19_405,
     "files": 14_963, "models": 7_942, "text": 18_231, "plumbing": 9_316, "labs": 68_193,
-    "tests": 155_382, "docs": 11_154,
+    "tests": 155_386, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
