@@ -38,7 +38,7 @@ from models import mixtral
 from models.family import Family, Published
 from models.parts import FAST, SLOW, yarn_frequencies
 from plumbing.messages import UserError
-from techniques import experts
+from techniques import experts, mixture
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class SharedExperts(model.FeedForward):
     token_layers = ("w1", "w2", "w3")
 
 
-class MixtureOfExperts(experts.MixtureOfExperts):
+class MixtureOfExperts(mixture.MixtureOfExperts):
     def __init__(self, config: DeepseekV3Config):
         super().__init__(config)
         self.router = Router(config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import model
 from model import LlamaConfig
 from models.family import Family, Published
-from techniques.experts import MixtureOfExperts
+from techniques.mixture import MixtureOfExperts
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,8 @@ arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088).
 
 A router scores the experts for each token. The K experts with the highest scores compute the token,
 and their outputs are summed, weighted by the softmax of these K scores. So a token is multiplied by
-3 K D F weights of the 3 X D F that a block has. No token is dropped, and none is padded: rows are
-sorted by expert, so that those of an expert lie next to each other and are multiplied at once.
-
-    rows             t0 t0 t1 t1 t2 t2        K = 2 copies of each of N = 3 tokens
-    their experts     0  2  2  3  0  3        of X = 4
-    sorted           t0 t2 | t0 t1 | t1 t2    of experts 0, 2 and 3; expert 1 has none
+3 K D F weights of the 3 X D F that a block has. Rows are sorted by expert (mixture.py), so
+that those of an expert are multiplied at once.
 
 Balance. If most tokens choose the same experts, the others learn little, and under expert
 parallelism their ranks wait. So each expert has a bias, which counts in the choice but not in the
@@ -174,23 +170,3 @@ class Experts(nn.Module):
 def experts_of(block: nn.Module) -> dict[str, Experts]:
     """Return the experts of a block, if it has any, by their paths in it."""
     return {path: module for path, module in block.named_modules() if isinstance(module, Experts)}
-
-
-class MixtureOfExperts(nn.Module):
-    writes_to_stream = ()  # itself; its experts do
-    by_token = True  # so that --tp need not gather tokens
-
-    def __init__(self, config):
-        super().__init__()
-        self.router = Router(config)
-        self.experts = Experts(config)
-
-    def forward(self, x):
-        tokens = x.flatten(0, 1)  # [N, D]
-        experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
-        order = experts.flatten().argsort(stable=True)  # [N K]
-        # K copies of each token: their outputs are summed in a fixed order, unlike by index_add.
-        rows = tokens.repeat_interleave(experts.shape[1], 0)[order]  # [N K, D]
-        out = self.experts(rows, counts)[order.argsort()]  # [N K, D] in the order of tokens
-        out = out.unflatten(0, experts.shape)  # [N, K, D]
-        return (weights[..., None] * out).sum(1).type_as(x).view_as(x)

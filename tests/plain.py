@@ -29,7 +29,7 @@ from workers.train_cases import (
 )
 
 from model import IGNORE, Llama
-from techniques.experts import MixtureOfExperts
+from techniques.mixture import MixtureOfExperts
 from techniques.nf4 import dequantized
 
 # ----------------------------------------------------------------------------------- one step

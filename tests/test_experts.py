@@ -28,6 +28,7 @@ from model import IGNORE
 from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
+from techniques.mixture import Reordered
 from techniques.recompute import recompute_and_compile
 from text.tokenizer import load_tokenizer
 
@@ -120,6 +121,25 @@ def test_a_task_is_the_same_on_any_number_of_ranks(tmp_path, sums, script):
         for name, bias in model.named_parameters():
             if name.endswith("router.bias"):
                 assert torch.equal(ours[name], bias)
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_gradients_of_reordered_rows_are_those_of_copies(K):
+    """To the bit: copies are added in their order."""
+    torch.manual_seed(0)
+    order = torch.randperm(7 * K)
+    gradient = torch.randn(7 * K, 5)
+    found = []
+    for reorder in (
+        lambda x: x.repeat_interleave(K, 0)[order],
+        lambda x: Reordered.apply(x, order, order.argsort(), K),
+    ):
+        x = torch.arange(35.0).view(7, 5).requires_grad_()
+        out = reorder(x)
+        out.backward(gradient)
+        found.append((out, x.grad))
+    (rows, expected), (our_rows, ours) = found
+    assert torch.equal(our_rows, rows) and torch.equal(ours, expected)
 
 
 def test_ranks_that_share_experts_sample_as_one_does(tmp_path):

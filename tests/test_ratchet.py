@@ -41,6 +41,7 @@ PART_OF = {
     "runs.teacher": "distill",
     "files.adapters": "lora",
     "techniques.expert_parallel": "techniques.experts",
+    "techniques.mixture": "techniques.experts",
     "models.mixtral": "techniques.experts",
     "models.qwen3_moe": "techniques.experts",
     "models.deepseek_v3": "model",  # which has such attributes for Llama

@@ -1,0 +1,52 @@
+"""The feed-forward of a block with experts: each token goes to the K that its router chooses.
+
+No token is dropped, and none is padded. Rows are sorted by expert, computed, put back and summed:
+
+    rows             t0 t0 t1 t1 t2 t2        K = 2 copies of each of N = 3 tokens
+    their experts     0  2  2  3  0  3        of X = 4
+    sorted           t0 t2 | t0 t1 | t1 t2    of experts 0, 2 and 3; expert 1 has none
+"""
+
+import torch
+from torch import nn
+
+from techniques.experts import Experts, Router
+
+
+class MixtureOfExperts(nn.Module):
+    writes_to_stream = ()  # itself; its experts do
+    by_token = True  # so that --tp need not gather tokens
+
+    def __init__(self, config):
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)  # [N, D]
+        experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
+        order = experts.flatten().argsort(stable=True)  # [N K]: the place of row i before sorting
+        back = order.argsort()  # and the other way
+        rows = Reordered.apply(tokens, order, back, experts.shape[1])  # [N K, D]
+        out = Reordered.apply(self.experts(rows, counts), back, order, 1)  # as the tokens stand
+        out = out.unflatten(0, experts.shape)  # [N, K, D]
+        return (weights[..., None] * out).sum(1).type_as(x).view_as(x)
+
+
+class Reordered(torch.autograd.Function):
+    """Return the rows `order` [N K] of K copies of each row of x [N, D], without making these:
+    [N K, D]. `back` is the inverse of the order. By it backward reads the gradients of the copies,
+    and adds them in their order; autograd would add rows to zeros, on a GPU by atomic operations.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, back, K):
+        ctx.save_for_backward(back)
+        ctx.K = K
+        return x[order // K]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (back,) = ctx.saved_tensors
+        of_copies = gradient[back].unflatten(0, (-1, ctx.K))
+        return of_copies.sum(1), None, None, None
