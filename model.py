@@ -329,19 +329,19 @@ class Llama(nn.Module):
         (text/batch.py) holds the same starts, for kernels that need no mask."""
         if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        in_documents = slots[None] if positions is None else positions
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
-        x = tokens if tokens.is_floating_point() else self.embed(tokens)
+        x = tokens if tokens.is_floating_point() else self.embed(tokens, in_documents)
         dtype, E = self.compute_dtype, self.config.head_dim
-        T = tokens.shape[1]
-        if positions is None:
-            positions, mask = torch.arange(T, device=tokens.device)[None], None
-        elif cache:
+        mask = None
+        if cache:
             mask = cache.add_positions(positions, dtype or x.dtype)
         elif documents and documents.have_kernel(dtype or x.dtype, E):
             mask = documents  # in place of a mask, so that blocks need no other argument
-        else:
-            mask = document_mask(positions, torch.arange(T, device=tokens.device), T)
-        rotation = self.rotation(positions)
+        elif positions is not None:
+            mask = document_mask(positions, slots, len(slots))
+        rotation = self.rotation(in_documents)
 
         with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
             for name, block in self.layers.items():
@@ -354,7 +354,7 @@ class Llama(nn.Module):
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
 
-    def embed(self, tokens):
+    def embed(self, tokens, positions):  # which a model without RoPE may need
         return self.tok_embeddings(tokens)  # [B, T] -> [B, T, D]
 
     def rotation(self, positions):

@@ -21,7 +21,7 @@ import model
 from model import rms_norm
 from models.family import Family, Published
 from models.parts import (
-    WindowAttention,
+    TwoRopes,
     WindowConfig,
     flatten_rope,
     plain_rotation,
@@ -55,7 +55,7 @@ class RMSNorm(model.RMSNorm):
         return rms_norm(x, 1 + self.weight, self.eps)
 
 
-class Attention(WindowAttention):
+class Attention(TwoRopes):
     def __init__(self, config: Gemma3Config, layer: int):
         super().__init__(config, layer)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -102,8 +102,8 @@ class Gemma3(model.Llama):
         super().__init__(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
-    def embed(self, tokens):
-        x = super().embed(tokens)
+    def embed(self, tokens, positions):
+        x = super().embed(tokens, positions)
         scale = torch.tensor(self.config.dim**0.5, dtype=x.dtype, device="cpu")
         return x * scale.item()  # rounded to x's dtype, as it was where the model was trained
 

@@ -14,7 +14,7 @@ from models import olmo2
 from models.family import Family, Published
 from models.parts import (
     YARN,
-    WindowAttention,
+    TwoRopes,
     WindowConfig,
     flatten_rope,
     plain_rotation,
@@ -36,7 +36,7 @@ class Olmo3Config(WindowConfig):
         return self.q_dim + self.kv_dim
 
 
-class Attention(WindowAttention, olmo2.Attention):
+class Attention(TwoRopes, olmo2.Attention):
     pass
 
 

@@ -37,21 +37,24 @@ class WindowConfig(LlamaConfig):
 
 
 class WindowAttention(model.Attention):
-    """Attention in the window of its layer. Layers with a window and without have RoPEs of their
-    own: rotation [2, B, T, 1, E/2, 2]."""
+    """Attention in the window of its layer."""
 
     def __init__(self, config: WindowConfig, layer: int):
         super().__init__(config, layer)
         self.window = config.windows[layer]
 
-    def forward(self, x, rotation, mask=None, cache=None):
-        kind = 0 if self.window else 1
-        return super().forward(x, rotation[kind], mask, cache)
-
     def attend(self, q, k, v, mask):
         if self.window:
             return attend_within(q, k, v, mask, self.window)
         return super().attend(q, k, v, mask)
+
+
+class TwoRopes(WindowAttention):
+    """Layers with a window and without have RoPEs of their own: rotation [2, B, T, 1, E/2, 2]."""
+
+    def forward(self, x, rotation, mask=None, cache=None):
+        kind = 0 if self.window else 1
+        return super().forward(x, rotation[kind], mask, cache)
 
 
 # ------------------------------------------------------------------------------------------- YaRN

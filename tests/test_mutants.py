@@ -19,7 +19,7 @@ Q = "q = rotate(self.queries(x), rotation)"
 K = "k = rotate(self.keys(x), rotation)"
 V = "v = self.values(x)"
 NORM = "return rms_norm(x, self.weight, self.eps)"
-EMBED = "else self.embed(tokens)"
+EMBED = "else self.embed(tokens, in_documents)"
 LOOP = "for name, block in self.layers.items():"
 LOGITS = "return F.linear(hidden, weight)"
 LOSS_OF = "return vocabulary.cross_entropy(logits, targets)"
@@ -58,7 +58,7 @@ PARTLY = {  # equal under some splits, and refused under the named ones
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "positions of a rank": (
-        {"self.rotation(positions)": "self.rotation(torch.arange(tokens.shape[1])[None])"}, "cp"),
+        {"self.rotation(in_documents)": "self.rotation(torch.arange(len(slots))[None])"}, "cp"),
     "a condition on the length": (
         {FFN: f"x = 2 * x if x.shape[1] > 13 else x\n        {FFN}"}, "cp"),
     "the token after next": (
