@@ -1,7 +1,6 @@
 """Find in a changed model what neither its gradients nor its logits show: initial values that are
 replaced, losses of other tokens than the next one, integers that make torch.compile slow."""
 
-import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from files.published import with_fixed_weights
 from model import IGNORE, LlamaConfig
 from plumbing.messages import UserError
-from runs.equal import small_batch, small_config
+from runs.equal import describe, small_batch, small_config
 
 SMALL = 1e-3  # what matrices are multiplied by, so that a block adds little to x
 
@@ -110,25 +109,23 @@ def is_multiple(found: Tensor, change: Tensor) -> bool:
     return bool(factor.abs() > 0.01 and (found - factor * change).norm() < 0.1 * found.norm())
 
 
+@torch.enable_grad()
 def predicted_ahead(config: LlamaConfig) -> list[int]:
     """Return how many tokens ahead training predicts besides the next one, from the last token
-    seen.
-
-    Without weights each loss of a token is log V. So the loss of one target alone counts who
-    predicts it: the first is the next token of the first position alone, and each target at which
-    the number rises is the first that another loss has."""
-    model = config.build().double().train()
-    for parameter in model.parameters():
-        parameter.zero_()
+    seen: with the last target alone, those positions of x have a gradient that predict it."""
+    model = with_fixed_weights(config.build().double()).train()
+    streams = []
+    model.norm.register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0]))
     tokens = small_batch(1, 8, config).tokens
-    counts = []
-    for position in range(8):
-        targets = torch.full_like(tokens, IGNORE)
-        targets[0, position] = 1
-        counts.append(model(tokens, targets).item() / math.log(config.vocab_size))
-    rises = [position for position in range(1, 8) if counts[position] > counts[position - 1] + 1e-6]
-    ends_level = abs(counts[-1] - counts[-2]) < 1e-6  # a loss that is weighted by position does not
-    return [1 + position for position in rises] if ends_level else []
+    targets = torch.full_like(tokens, IGNORE)
+    targets[0, -1] = 1
+    loss = model(tokens, targets)
+    ahead = set()
+    for gradient in torch.autograd.grad(loss, streams, allow_unused=True):
+        if gradient is not None:
+            positions = gradient.abs().sum((0, 2)).nonzero()
+            ahead |= {8 - position for position in positions.flatten().tolist()}
+    return sorted(ahead - {1})
 
 
 def integers_read(config: LlamaConfig) -> list[str]:
@@ -155,15 +152,25 @@ def integers_read(config: LlamaConfig) -> list[str]:
 
 
 def check_attend(config: LlamaConfig, instead: str) -> None:
-    """Raise UserError if `attend` of model.py draws random numbers, as dropout does. Under --cp and
-    with packed documents a GPU's kernel attends, and would draw none: so the random states after
-    both differ. `instead` is what else can be done."""
+    """Raise UserError if `attend` of model.py draws random numbers, as dropout does, or needs a
+    mask. Under --cp and with packed documents a GPU's kernel attends, and would draw none: so the
+    random states after both differ. `instead` is what else can be done."""
     model, batch, states = with_fixed_weights(config.build()).train(), small_batch(1, 8, config), []
     other = SimpleNamespace(have_kernel=lambda *_: True, attention=lambda q, *_: q)
-    for documents in (None, other):
+
+    def attend_by(documents) -> None:
         torch.manual_seed(0)
         model(batch.tokens, batch.targets, torch.arange(8)[None], documents=documents)
         states.append(torch.get_rng_state())
+
+    attend_by(None)
+    try:
+        attend_by(other)
+    except Exception as error:
+        raise UserError(
+            f"attend has no mask here, but an object whose `attention` is to be called, as attend "
+            f"of model.py does ({describe(error)}): {instead}"
+        )
     if not torch.equal(*states):
         raise UserError(
             f"attend has dropout, and here a GPU attends by a kernel without it: {instead}, or "

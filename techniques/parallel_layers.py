@@ -184,9 +184,9 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
     for name in names:
         if name not in dims:
             remedy = (
-                "add its layer to PLAN in parallel.py, as COLUMNS or ROWS if it is linear, as NORM "
-                "if it acts on each token of the residual stream, as OfHeads() of "
-                "techniques/parallel_layers.py if its forward returns a number for each head"
+                "add its layer to PLAN in parallel.py: COLUMNS or ROWS if it is linear, NORM if it "
+                "acts on each token of the residual stream, that of tok_embeddings for another "
+                "embedding, OfHeads() of techniques/parallel_layers.py for a number for each head"
             )
             if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"

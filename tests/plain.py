@@ -282,6 +282,7 @@ def with_dense_experts(model: Llama) -> dict[str, torch.Tensor]:
         y = 0
         if has_groups:
             weights = weights * router.routed_scale
+        if hasattr(mixture, "shared"):
             y = mixture.shared(x)
 
         def add_excess(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Changes that people make in class, five of them patches in tests/changes, and their mistakes.
+"""Changes that people make in class, seven of them patches in tests/changes, and their mistakes.
 
 Applied to a copy of the project, a change computes what another program does, trains, resumes and
 generates, or it is refused. Smaller changes of model.py go through every split in

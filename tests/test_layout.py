@@ -46,9 +46,9 @@ REACH = {  # tokens of code that `import` runs, at most
     "train": 90_436, "bench": 97_191,
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
-    "top": 31_451, "techniques": 26_218, "costs": 9_357, "perf": 12_285, "runs": 19_405,
-    "files": 14_963, "models": 7_944, "text": 18_231, "plumbing": 9_316, "labs": 68_193,
-    "tests": 155_564, "docs": 11_154,
+    "top": 31_451, "techniques": 26_218, "costs": 9_357, "perf": 12_285, "runs": 19_434,
+    "files": 14_963, "models": 7_954, "text": 18_231, "plumbing": 9_316, "labs": 68_193,
+    "tests": 159_247, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -18,7 +18,6 @@ from conftest import (
     changed_copy,
     like,
     metrics,
-    needs_2_13,
     refused,
     slow,
     succeed,
@@ -42,15 +41,6 @@ from runs.equal import check_gradients, small_config
 from techniques.muon import batches_of_matrices, stacks_on_rank
 from techniques.optimizers import make_optimizer
 
-OWN_FILES = sorted(path.name for path in CHANGES.glob("*.py"))
-SPLITS = {
-    "ddp": dict(dp="ddp"),
-    "fsdp": dict(dp="fsdp", checkpointing="full"),
-    "tp": dict(tp=2),
-    "pp": dict(pp=2, microbatch=2),
-    "cp": dict(cp=2, dp="fsdp"),
-}
-
 
 def with_file(copy, name: str):
     """Return the first arguments of `launch` for a copy of the project with a student's file."""
@@ -68,8 +58,9 @@ def flags(corpus, out, **more) -> list[str]:
     return as_flags(given | dict(ffn_dim=48) | more)
 
 
-@pytest.mark.parametrize("name", ["nope.py", *(slow(n) for n in OWN_FILES if n != "nope.py")])
-def test_a_students_file_trains_resumes_generates_and_is_tuned(name, corpus, sums, tmp_path):
+def test_a_students_file_trains_resumes_generates_and_is_tuned(corpus, sums, tmp_path):
+    """As its user runs it. test_own_files.py trains all files of tests/changes."""
+    name = "nope.py"
     copy = with_file(tmp_path / "copy", name)
     out, adapter = tmp_path / "run", tmp_path / "adapter"
     run = ["train.py", "--model", name, *flags(corpus, out, eval_every=4)]
@@ -91,23 +82,6 @@ def test_a_students_file_trains_resumes_generates_and_is_tuned(name, corpus, sum
     refused(launch_script(*copy, "checkpoint.py", "export", out, tmp_path / "hf",
                           "--format", "hf"),
             f"no other program knows the models of {name}")  # fmt: skip
-
-
-@pytest.mark.slow
-@needs_2_13
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", OWN_FILES)
-def test_a_students_file_trains_alike_on_every_split(name, split, corpus, tmp_path):
-    copy, found = with_file(tmp_path / "copy", name), []
-    for options, nproc in ((dict(), 0), (SPLITS[split], 2)):
-        out = tmp_path / f"{nproc}"
-        run = ["--model", name, *flags(corpus, out, save_every=0, **options)]
-        if name == "sinks.py" and "cp" in options:
-            refused(launch_script(*copy, "train.py", *run, nproc=nproc), "sinks need a mask")
-            return
-        succeed(*copy, "train.py", *run, nproc=nproc)
-        found.append(metrics(out))
-    same_metrics(found[1], found[0])
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -57,7 +57,8 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor) -> T
     k = torch.cat([key, F.pad(k, (0, MORE))], 1)  # the sink is the first key
     v = F.pad(v, (0, MORE, 0, 0, 1, 0))
     if mask is not None:
-        mask = F.pad(mask, (1, 0), value=True)
+        allowed = 1 if mask.dtype == torch.bool else 0  # a cache has a mask of 0 and -inf
+        mask = F.pad(mask, (1, 0), value=allowed)
         return model.attend(q, k, v, mask)[..., :E]
     # Causal attention needs as many queries as keys: the first sees the sink alone.
     q = F.pad(q, (0, 0, 0, 0, 1, 0))

@@ -1,4 +1,5 @@
-"""Run by torchrun: DIR WORK..., where WORK is LAYOUT or SOURCE>LAYOUT.
+"""Run by torchrun: DIR WORK..., where WORK is LAYOUT or SOURCE>LAYOUT, or FILE:LAYOUT or
+FILE:SOURCE>LAYOUT for the model of a student's file in tests/changes.
 
 LAYOUT trains four steps and saves DIR/LAYOUT after the second. SOURCE>LAYOUT resumes DIR/SOURCE in
 LAYOUT and trains the other two. Losses and gradient norms of these two go to DIR/WORK.json."""
@@ -19,6 +20,7 @@ from plumbing.processes import run
 from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 
+CHANGES = Path(__file__).parents[1] / "changes"
 LAYOUTS = {
     "one": dict(), "ddp2": dict(replicate=2), "zero2": dict(dp="zero1", replicate=2),
     "fsdp2": dict(dp="fsdp", shard=2), "fsdp4": dict(dp="fsdp", shard=4),
@@ -48,18 +50,22 @@ def main() -> None:
     directory = Path(sys.argv[1])
     tokenizer = load_tokenizer("bytes")
     for work in sys.argv[2:]:
-        source, _, layout = work.rpartition(">")
+        name, _, route = work.rpartition(":")
+        source, _, layout = route.rpartition(">")
+        family = {"family": str(CHANGES / name)} if name else {}
         parallel = ParallelConfig(**LAYOUTS[layout], dtype=torch.float64)
         world = with_mesh(process, parallel)
-        model = build(CONFIG)
+        model = build(CONFIG | family)
         runner = parallelize(model, world, initialize)
         optimizer = make_optimizer(model, world, lr=1e-2)
         if source:
-            saved = directory / source / "step-00000002"
+            saved = directory / f"{name}{source}" / "step-00000002"
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2
         else:
             steps(1, 2, runner, optimizer, world)
-            saver = checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}, {})
+            saver = checkpoint.Saver(
+                directory / f"{name}{layout}", model, optimizer, tokenizer, {}, {}
+            )
             saver.save(2)
         rows = steps(3, 4, runner, optimizer, world)
         if world.rank == 0:

@@ -4,7 +4,8 @@ A case has "parallel" (fields of ParallelConfig), "config" (see config_of) and "
 have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
 is a tenth. "objective" is a loss of preferences.py, which then trains on rows of pairs, or
-"rewards", for answers with advantages, or one of DISTILLED, a divergence of distill.py."""
+"rewards", for answers with advantages, or one of DISTILLED, a divergence of distill.py. With
+"may_be_refused", train.py's checks come first."""
 
 import copy
 import functools
@@ -33,16 +34,20 @@ from files.adapters import gather_adapters
 from lora import LoRA, adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for, initial_value_of
 from models.family import families
+from models.own_file import load_file
 from parallel import parallelize, weights_gathered, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
 from plumbing.joining import init_distributed
+from plumbing.messages import UserError
 from plumbing.processes import run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences, Preferring
 from rewards import Rewarding, Rewards
 from runs import scores
 from runs.answers import Answers
-from runs.equal import whole_tensor
+from runs.changed import notes
+from runs.equal import check_model, whole_tensor
+from runs.rules import check_parallel, check_work
 from runs.task import Task
 from techniques.context_parallel import share_sequences
 from techniques.decoding import generate
@@ -51,6 +56,7 @@ from techniques.recompute import is_attention
 from text.batch import Batch
 from text.order import Order, Steps
 from text.packing import Packed
+from train import accumulate
 
 BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
@@ -219,9 +225,12 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
 
 
 def config_of(values: dict) -> LlamaConfig:
-    """Return a configuration from its fields, and "family" for another than Llama's."""
+    """Return a configuration from its fields, and "family" for another than Llama's: the name of a
+    file of models/, or the path of a student's file."""
     rest = dict(values)
-    return families()[rest.pop("family", "llama")].config(**rest)
+    name = rest.pop("family", "llama")
+    family = load_file(name) if name.endswith(".py") else families()[name]
+    return family.config(**rest)
 
 
 def build(config: dict, lora: dict | None = None) -> Llama:
@@ -363,6 +372,21 @@ def train(process, case: dict) -> dict:
     }
 
 
+def train_if_it_starts(process, case: dict) -> dict:
+    """Return what `train` does, with the notes of train.py's start; or {"refused": the line with
+    which it ends a run there}."""
+    world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=torch.float64))
+    model = build(case["config"])
+    work = Work(model, world.parallel, BATCH, case["microbatch"], case["seq"])
+    try:
+        check_parallel(work, None, process)
+        check_work(work)
+        check_model(model.config, work.seq_len, world, accumulate)
+    except UserError as error:
+        return {"refused": str(error)}
+    return train(process, case) | {"notes": notes(model, world.parallel)}
+
+
 def main():
     process = init_distributed()
     offload.MIN_BYTES = 0  # the tensors here are small
@@ -384,7 +408,8 @@ def main():
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
         vars(model_py).update(own if "own_loss" in case else plain)
-        results.append(train(process, case))
+        train_case = train_if_it_starts if "may_be_refused" in case else train
+        results.append(train_case(process, case))
         if process.rank == 0:
             print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
     if process.rank == 0:
