@@ -48,15 +48,15 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_frequencies: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-    # No fields, as they have no types. Nothing here uses them: costs and refusals ask, and files of
-    # models/ answer otherwise.
+    # What costs and refusals ask; files of models/ answer otherwise. These are no fields: neither a
+    # flag nor a checkpoint has them.
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses
-    normed_dim = 0  # features that a block normalizes, but for its two norms of x
+    normed_dim = 0  # features that a block normalizes beside its attention_norm and ffn_norm
     attention_weights = 0  # how many a block's attention has; 0: those of wq, wk, wv and wo
-    gathered_dims = ()  # under --tp: widths of what ranks gather for attention; (): of x
-    dense_dim = 0  # width of a feed-forward without experts, in a model that has some with
-    windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): all layers
+    gathered_dims = ()  # under --tp: widths of what ranks gather for attention; (): D, of x
+    dense_dim = 0  # where some layers have experts: the width of the feed-forwards of others
+    windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): 0 for each
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer  # its number, for what differs between layers
+        self.layer = layer  # its number; to be compared here: docs/change.md
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -278,7 +278,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """Generation calls it. Training gives its weight to the loss; logits_of is in both."""
+    """Generation calls it; training calls the loss with its weight. Both compute logits_of."""
 
     def forward(self, x):
         return logits_of(x, self.weight)  # [B, T, D] -> [B, T, V]
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights asks each module that holds a matrix
+    writes_to_stream = ()  # init_weights asks each module that holds a matrix itself
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -306,7 +306,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let output and embedding share one parameter, if the config says so and both exist."""
+        """Let output and embedding share a parameter, if the config says so and both are here."""
         if self.config.tie_embeddings and self.output and self.tok_embeddings:
             self.output.weight = self.tok_embeddings.weight
 

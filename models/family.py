@@ -26,16 +26,17 @@ from plumbing.messages import UserError
 # The files of this folder with a MODEL.
 HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "olmo3", "gemma3", "deepseek_v3"
 TARGETS = "wq", "wk", "wv", "wo", "w1", "w2", "w3"  # a Llama's matrices that can have an adapter
-# All that a real model has matters in this small one: grouped queries, the epsilon, and each range
-# of Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
+# A small model of each kind, for the published logits alone (files/published.py). All that a real
+# model has changes its logits: grouped queries, the epsilon, each range of Llama 3.1's RoPE. It has
+# four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
 SMALL |= dict(norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
 
 
 @dataclass(frozen=True)
 class Published:
-    """How other programs know a model. "Fields" are those of a Hugging Face config.json, unless
-    they are said to be the configuration's."""
+    """How other programs know a model. "Fields" are those of a Hugging Face config.json, into which
+    the fields of its RoPE have been merged, or the configuration's where that is said."""
 
     logits: tuple[float, ...]  # of the small model, as transformers computes them
     # Module, or parameter -> its name in Hugging Face's files, beside formats.HF_NAMES. {} is the
@@ -46,9 +47,11 @@ class Published:
     renamed: dict[str, str] = field(default_factory=dict)  # transformers 5's name -> that of before
     supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
-    nulls: dict[str, Any] = field(default_factory=dict)  # what null means: else, a missing field
+    # What null means in a field, None: it is refused. In others it is as if the field were missing.
+    nulls: dict[str, Any] = field(default_factory=dict)
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
-    # (content of a config.json): write into it in one way what it may say in several.
+    # Is called first with the content of a config.json: to write into it in one way what a file may
+    # say in several.
     prepare: Callable = lambda content: None
     read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
@@ -70,7 +73,8 @@ class Family:
     name: str  # the model_type of a config.json; a student's is replaced by the name of its file
     config: type[LlamaConfig]
     presets: dict[str, LlamaConfig] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)  # fields of its small model, beside SMALL
+    # Fields of its SMALL model. The check at a start shrinks the run's own one (runs/equal.py).
+    small: dict[str, Any] = field(default_factory=dict)
     # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
     # since styles import torch.distributed, which a model alone does not need.
     plan: Callable = lambda: {}
