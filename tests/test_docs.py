@@ -485,3 +485,10 @@ def test_trackers_are_sent_every_step(tmp_path, monkeypatch):
     assert {("loss", 2.5, 2), ("val_loss", 2.5, 3)} < scalars
     names = {name for name, _, _ in scalars}
     assert names.isdisjoint({"mfu", "sample"})
+
+
+def test_the_line_that_case_4_changes_is_in_the_model():
+    page = (ROOT / "docs/cases.md").read_text()
+    [diff] = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
+    assert removed and set(removed) <= set((ROOT / "model.py").read_text().splitlines())
