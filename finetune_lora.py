@@ -141,6 +141,11 @@ class Finetuning(Run):
         base = init.parent.name if init.name.startswith("step-") else init.name
         return f"{base}-{self.goal}"
 
+    def digests(self) -> dict[str, str]:
+        """Return the digests of files that this run depends on beside its models and its data, by
+        the names that Job.digests has for them."""
+        return {}
+
     used_most: ClassVar[str] = "init data out seq_len batch epochs lr rank merge resume"
 
     kind: ClassVar[str] = "fine-tuning"  # whose rates are in techniques/optimizers.py
@@ -309,6 +314,8 @@ def prepare(
     print_rank_zero(summary)
 
     digest = process.broadcast_from_rank_zero(partial(digest_of_weights, base["directory"]))
+    digests = {"base_digest": digest} | digest_of_teacher
+    digests |= process.broadcast_from_rank_zero(run.digests)
 
     def initialize(model: Llama) -> None:
         load_weights(base["directory"], model)
@@ -326,7 +333,7 @@ def prepare(
         lr=usual_rate if run.lr is None else run.lr,
         last_step=last_step,
         base=base["directory"],
-        digests={"base_digest": digest} | digest_of_teacher,
+        digests=digests,
         techniques=techniques,
         teacher=teacher,
     )

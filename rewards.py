@@ -40,6 +40,9 @@ any number of ranks. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
+import contextlib
+import hashlib
+import itertools
 import math
 import statistics
 import sys
@@ -47,6 +50,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +66,7 @@ from plumbing import endings, processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
 from plumbing.parser import nonnegative_float, positive_float
-from plumbing.processes import meet
+from plumbing.processes import shared_store
 from runs.answers import (
     Answers,
     Sampled,
@@ -126,6 +130,9 @@ class Rewarding(Finetuning):
     @property
     def references(self) -> int:
         return (self.kl is not None) + (self.updates > 1)
+
+    def digests(self) -> dict[str, str]:
+        return {"reward_digest": hashlib.sha256(self.reward.read_bytes()).hexdigest()}
 
     def check(self) -> None:
         super().check()
@@ -192,13 +199,22 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
     return open_prompts(run, tokenizer, reading)
 
 
+def asked_to_end() -> int:
+    """Return the signal that asks this rank to save and end, and tell the other ranks of it, or one
+    that another rank has told of; 0 if there is none."""
+    store, key = shared_store(), "asked to end"
+    if signal := endings.asked_to_end():
+        store.set(key, str(signal))
+    return int(store.get(key)) if store.check([key]) else 0
+
+
 class Scored(NamedTuple):
     """What rank 0 knows of the rewards of a step's answers."""
 
     rewards: Sequence[float]  # of each; NaN where it has none, with --skip-bad
     parts: dict[str, float]  # by name the mean of each part, if rewards have several
     problem: str = ""  # a line, if an answer has no reward
-    signal: int = 0  # that has come meanwhile
+    signal: int = 0  # that has come to some rank meanwhile
 
 
 @dataclass
@@ -212,6 +228,7 @@ class Rewards(Task):
         set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
+        self.calls = itertools.count()  # of `answer`
         self.tokens_of_step = 0
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
         # The largest |log p - log p in sampling| of a token since then: of its last forward, and of
@@ -313,7 +330,7 @@ class Rewards(Task):
         """Answer prompts, and reward the answers. Ranks share the prompts. Return the answers of
         all ranks, what this rank has sampled, and the rewards of all answers, NaN where one is
         missing; begin `measured` and `seconds`. Rank 0 computes rewards, since they may be random.
-        If one fails, or rank 0 is asked to end, raise Stopped on all ranks."""
+        If one fails, or a rank is asked to end, raise Stopped on all ranks."""
         world = self.world
         started = time.perf_counter()
         own_prompts = [ids for ids, _ in asked[self.own]]
@@ -327,7 +344,7 @@ class Rewards(Task):
             answers[places] = its_answers
         ended = time.perf_counter()
         found = self.score(asked, answers) if world.rank == 0 else None
-        meet()  # rewards may take longer than a collective waits
+        self.wait_for_rewards()
         scored = world.broadcast_from_rank_zero(lambda: found)
         self.problem = scored.problem
         if scored.problem or scored.signal:
@@ -340,18 +357,29 @@ class Rewards(Task):
         }
         return answers, sampled, rewards
 
+    def wait_for_rewards(self) -> None:
+        """Wait at the store until rank 0 has rewarded the answers, which may take longer than a
+        collective waits; tell it each second if this rank is asked to end."""
+        store, key = shared_store(), f"answers {next(self.calls)} are rewarded"
+        if self.world.rank == 0:
+            store.set(key, "")
+        while not store.check([key]):
+            asked_to_end()
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([key], timedelta(seconds=1))
+
     def score(self, asked: list, answers: list[list[int]]) -> Scored:
-        """Reward the answers, until one has no reward or this rank is asked to end."""
+        """Reward the answers, until one has no reward or a rank is asked to end."""
         run = self.run
         records = [record for _, record in asked]
         texts = [self.text_of(answer) for answer in answers]
         rewards = []
         parts = defaultdict(list)  # name -> values
         workers = reward_processes(run.reward, run.reward_workers)
-        replies = workers.replies(records, texts, gives_up=endings.asked_to_end)
+        replies = workers.replies(records, texts, gives_up=asked_to_end)
         for record, text in zip(records, with_progress(texts, "rewarding")):
             reply = next(replies)
-            if signal := endings.asked_to_end():
+            if signal := asked_to_end():
                 return Scored((), {}, signal=signal)
             problem = reply.get("failed", "")
             if problem and ("ended" in reply or not run.skip_bad):

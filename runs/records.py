@@ -158,9 +158,10 @@ class Recorder(contextlib.AbstractContextManager):
         path = out / "metrics.jsonl"
         lines = []
         for row in read_metrics(path):
-            if row["step"] <= done:
-                lines.append(f"{json.dumps(row)}\n")
-            if row["step"] <= done and type(row.get("tokens")) is int:
+            if row["step"] > done:
+                continue
+            lines.append(f"{json.dumps(row)}\n")
+            if type(row.get("tokens")) is int:
                 self.tokens = row["tokens"]
         self.line_start = len("".join(lines[:-1]))
         write_atomically(path, "".join(lines))
@@ -191,8 +192,7 @@ def as_line(columns: list[tuple[str, int]], width: float) -> str:
 
 def described(measures: dict[str, float], digits: int) -> list[str]:
     """Return each measure as a text, such as 1.234 bits/byte."""
-    names = (name.replace("_per_", "/") for name in measures)
-    return [f"{value:.{digits}f} {name}" for name, value in zip(names, measures.values())]
+    return [f"{value:.{digits}f} {name.replace('_per_', '/')}" for name, value in measures.items()]
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -333,7 +333,7 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
         if before.get(digest, "") not in ("", now.get(digest)):
             problem = f"{now[flag]} has other weights than the --{flag} that the run began with"
             raise UserError(f"{problem}: give the first ones, or begin another run")
-    same_experiment = may_change | {"data_checksum", "token_offset"}
+    same_experiment = may_change | {"data_checksum", "reward_digest", "token_offset"}
     if now["keep_best"]:  # it compares losses before and now
         same_experiment -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()
@@ -347,6 +347,8 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
         warnings.append(f"--data {' '.join(now['data'])} {change}")
     elif changed & {"data", "seed", "seq_len"}:
         warnings.append("sequences have another order now: this epoch may read some of them again")
+    if "reward_digest" in changed:
+        warnings.append(f"--reward {now['reward']} has changed: answers get its new rewards")
     for warning in warnings:
         print_rank_zero(f"warning: {warning}", file=sys.stderr)
 

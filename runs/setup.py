@@ -55,8 +55,9 @@ class Job:
     lr: float  # peak learning rate
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
-    # By which a resumed run notices that the model which a flag names has other weights.
-    digests: dict[str, str] = field(default_factory=dict)  # base_digest and teacher_digest
+    # By which a resumed run notices that a model or a file which a flag names has changed:
+    # base_digest, teacher_digest, reward_digest.
+    digests: dict[str, str] = field(default_factory=dict)
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
     teacher: Llama | None = None  # of distill.py: on meta, whole
 

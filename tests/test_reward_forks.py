@@ -88,8 +88,10 @@ def test_nothing_outlives_the_run(tmp_path, name, end):
         assert gone_in_time(int(process))
 
 
-def test_a_signal_does_not_wait_for_a_reward(given, tmp_path):  # noqa: F811
-    """The run saves what it has trained, although a reward may take longer than torchrun waits."""
+@pytest.mark.parametrize("told", [[0, 1], [1]])
+def test_a_signal_does_not_wait_for_a_reward(given, tmp_path, told):  # noqa: F811
+    """The run saves what it has trained, although a reward may take longer than torchrun waits. The
+    signal may come to a rank that only waits for the rewards."""
     sleeps = tmp_path / "sleeps"
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\ncalls = []\n"
@@ -102,8 +104,8 @@ def test_a_signal_does_not_wait_for_a_reward(given, tmp_path):  # noqa: F811
     run = Forks(*command(given, out, **more), nproc=2)
     while not sleeps.exists():
         time.sleep(0.05)
-    for rank in run.ranks:
-        os.kill(rank, signal.SIGTERM)
+    for rank in told:
+        os.kill(run.ranks[rank], signal.SIGTERM)
     result = run.finish()
     assert "stopped at step 2; the same command with --resume goes on" in result.out
     assert set(result.codes) == {0} and (out / "step-00000002").is_dir()

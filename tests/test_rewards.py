@@ -31,6 +31,7 @@ from models.family import families
 from plumbing.messages import UserError
 from rewards import Rewarding, Rewards, advantages_of
 from runs.answers import Answers
+from runs.records import warn_about_changed_flags
 from text.batch import Batch
 
 
@@ -137,6 +138,31 @@ def test_a_kill_loses_no_step_that_was_saved(given, tmp_path, when):
     same_losses(metrics(out), metrics(tmp_path / "whole"))
     for name, weight in last_factors(tmp_path / "whole").items():
         assert torch.equal(weight, last_factors(out)[name]), name
+
+
+def test_a_changed_reward_is_told_on_resume(given, tmp_path, capsys):
+    """Once: the run goes on with the new one. The runs of before have no digest to compare."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(given["reward"].read_text())
+    more = dict(reward=reward, eval_every=0, save_every=1, steps=1, warmup=0)
+    succeed(*command(given, tmp_path / "out", **more))
+    says = f"warning: --reward {reward} has changed: answers get its new rewards"
+
+    def warned(steps: int) -> int:
+        again = command(given, tmp_path / "out", **more | dict(steps=steps, resume=True))
+        result = succeed(*again, nproc=2)
+        assert "step-0000000" in result.out and "digest" not in result.err
+        return result.err.count(says)
+
+    assert warned(2) == 0
+    reward.write_text("def reward(**given):\n    return 1\n")
+    assert [warned(3), warned(4)] == [1, 0]
+    assert [row["reward"] == 1 for row in metrics(tmp_path / "out")] == [False, False, True, True]
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    now = config["flags"] | config["facts"]
+    before = {name: value for name, value in now.items() if name != "reward_digest"}
+    warn_about_changed_flags(before, now, set())
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
