@@ -144,10 +144,13 @@ def register_gloo(address: str | None) -> None:
         gloo = dist.ProcessGroupGloo
         options = gloo._Options()
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-        devices = [gloo.create_device(interface=name) for name in interfaces if name]
-        if not devices and address:
-            devices = [gloo.create_device(hostname=address)]
-        options._devices = devices or [gloo.create_default_device()]
+        try:
+            devices = [gloo.create_device(interface=name) for name in interfaces if name]
+            if not devices and address:
+                devices = [gloo.create_device(hostname=address)]
+            options._devices = devices or [gloo.create_default_device()]
+        except RuntimeError as error:  # even a single process has to listen somewhere
+            raise UserError(f"{error}: ip link set lo up, or export GLOO_SOCKET_IFNAME=lo")
         options._threads = 1
         options._timeout = timeout
         return gloo(store, rank, size, options)
