@@ -40,9 +40,7 @@ any number of ranks. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import contextlib
 import hashlib
-import itertools
 import math
 import statistics
 import sys
@@ -50,7 +48,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +63,7 @@ from plumbing import endings, processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, is_rank_zero, print_rank_zero, with_progress
 from plumbing.parser import nonnegative_float, positive_float
-from plumbing.processes import shared_store
+from plumbing.processes import meet, shared_store
 from runs.answers import (
     Answers,
     Sampled,
@@ -200,12 +197,11 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
 
 
 def asked_to_end() -> int:
-    """Return the signal that asks this rank to save and end, and tell the other ranks of it, or one
-    that another rank has told of; 0 if there is none."""
+    """Return the signal that asks some rank to save and end, as the watching threads tell each
+    other (plumbing/heartbeats.py); 0 if there is none."""
     store, key = shared_store(), "asked to end"
-    if signal := endings.asked_to_end():
-        store.set(key, str(signal))
-    return int(store.get(key)) if store.check([key]) else 0
+    told = int(store.get(key)) if store.check([key]) else 0
+    return endings.asked_to_end() or told
 
 
 class Scored(NamedTuple):
@@ -228,7 +224,6 @@ class Rewards(Task):
         set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
-        self.calls = itertools.count()  # of `answer`
         self.tokens_of_step = 0
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
         # The largest |log p - log p in sampling| of a token since then: of its last forward, and of
@@ -344,7 +339,7 @@ class Rewards(Task):
             answers[places] = its_answers
         ended = time.perf_counter()
         found = self.score(asked, answers) if world.rank == 0 else None
-        self.wait_for_rewards()
+        meet()  # rewards may take longer than a collective waits
         scored = world.broadcast_from_rank_zero(lambda: found)
         self.problem = scored.problem
         if scored.problem or scored.signal:
@@ -356,17 +351,6 @@ class Rewards(Task):
             "rewarding_seconds": time.perf_counter() - ended,
         }
         return answers, sampled, rewards
-
-    def wait_for_rewards(self) -> None:
-        """Wait at the store until rank 0 has rewarded the answers, which may take longer than a
-        collective waits; tell it each second if this rank is asked to end."""
-        store, key = shared_store(), f"answers {next(self.calls)} are rewarded"
-        if self.world.rank == 0:
-            store.set(key, "")
-        while not store.check([key]):
-            asked_to_end()
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([key], timedelta(seconds=1))
 
     def score(self, asked: list, answers: list[list[int]]) -> Scored:
         """Reward the answers, until one has no reward or a rank is asked to end."""

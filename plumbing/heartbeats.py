@@ -5,7 +5,6 @@ writes a heartbeat to the store once a second, and reads that of the next rank. 
 process when some rank has failed, or when the next rank's heartbeat stops.
 """
 
-import itertools
 import json
 import socket
 import sys
@@ -29,9 +28,11 @@ def watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
     has failed. The store serves a few small requests a second from each rank."""
     next_rank = NextRank(store, (rank + 1) % size)
     reports = Reports(store, rank)
-    for beat in itertools.count():
+    while True:
         try:
-            send_heartbeat(store, rank, beat)
+            send_heartbeat(store, rank)
+            if signal := endings.asked_to_end():  # rank 0 may compute rewards (rewards.py)
+                store.set("asked to end", str(signal))
             failed = store.check(["failed"])
             peer_lost = store.check(["peer lost"])
             silence = next_rank.seconds_of_silence()
@@ -54,11 +55,11 @@ def stop_watching(watcher: threading.Thread) -> None:
     watcher.join()  # a thread in the middle of a request would crash Python's exit
 
 
-def send_heartbeat(store: dist.Store, rank: int, beat: int) -> None:
+def send_heartbeat(store: dist.Store, rank: int) -> None:
     """Say that this rank lives, and where it is. No two heartbeats are equal."""
     line, _ = stuck.position()
     where = f"on {socket.gethostname()} (last at step {stuck.last_step.number or 0}, {line})"
-    store.set(f"heartbeat of rank {rank}", f"{where}, {beat}")
+    store.set(f"heartbeat of rank {rank}", f"{where}, {time.monotonic()}")
 
 
 class NextRank:
@@ -74,8 +75,7 @@ class NextRank:
         """Return for how long the rank has not written another heartbeat; 0 once it is done."""
         done = self.store.check([f"rank {self.rank} is done"])
         key = f"heartbeat of rank {self.rank}"
-        written = self.store.check([key])
-        heartbeat = self.store.get(key) if written else b""  # get alone would wait
+        heartbeat = self.store.get(key) if self.store.check([key]) else b""  # get alone would wait
         if heartbeat != self.last_heartbeat or done:
             self.last_heartbeat = heartbeat
             self.heard_at = time.monotonic()

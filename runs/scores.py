@@ -159,8 +159,7 @@ def write_answers(model: Llama, exam: Exam, microbatch: int) -> list[str]:
         prompts = exam.prompts[start : start + microbatch]
         for tokens in generate(model, prompts, exam.room, temperature=0, stop=tokenizer.stop):
             text = tokenizer.decode(token for token in tokens if token not in tokenizer.stop)
-            line, _, _ = text.partition("\n")
-            lines.append(line.strip())
+            lines.append(text.split("\n")[0].strip())
     return lines
 
 

@@ -264,4 +264,4 @@ def test_slow_rewards_are_waited_for(given, tmp_path):
     result = succeed(*within, *command(given, tmp_path / "out", **more), nproc=2)
     assert "rewarding: " in result.err
     says = "rank 0 computing at runs/reward_process.py:\\d+; rank 1 waiting at rewards.py:"
-    assert re.search(says, result.err)
+    assert re.search(says, result.err), result.err
