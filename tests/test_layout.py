@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 31_560, "techniques": 26_218, "costs": 9_357, "perf": 12_285, "runs": 19_416,
     "files": 14_963, "models": 7_954, "text": 18_231, "plumbing": 9_333, "labs": 68_193,
-    "tests": 159_547, "docs": 11_154,
+    "tests": 159_627, "docs": 11_154,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
