@@ -329,21 +329,21 @@ class Llama(nn.Module):
         (text/batch.py) holds the same starts, for kernels that need no mask."""
         if positions is None and (cache or documents):
             raise ValueError("cache and documents need positions: else each row is one document")
-        slots = torch.arange(tokens.shape[1], device=tokens.device)
-        in_documents = slots[None] if positions is None else positions
+        T, device = tokens.shape[1], tokens.device
+        in_documents = torch.arange(T, device=device)[None] if positions is None else positions
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.embed(tokens, in_documents)
-        dtype, E = self.compute_dtype, self.config.head_dim
+        dtype = self.compute_dtype
         mask = None
         if cache:
             mask = cache.add_positions(positions, dtype or x.dtype)
-        elif documents and documents.have_kernel(dtype or x.dtype, E):
+        elif documents and documents.have_kernel(dtype or x.dtype, self.config.head_dim):
             mask = documents  # in place of a mask, so that blocks need no other argument
         elif positions is not None:
-            mask = document_mask(positions, slots, len(slots))
+            mask = document_mask(positions, torch.arange(T, device=device), T)
         rotation = self.rotation(in_documents)
 
-        with torch.autocast(tokens.device.type, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
             for name, block in self.layers.items():
                 x = block(x, rotation, mask, cache and cache.layers[name])
             if self.norm is None:  # a later stage of the pipeline has it

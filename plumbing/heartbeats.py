@@ -73,10 +73,9 @@ class NextRank:
 
     def seconds_of_silence(self) -> float:
         """Return for how long the rank has not written another heartbeat; 0 once it is done."""
-        done = self.store.check([f"rank {self.rank} is done"])
         key = f"heartbeat of rank {self.rank}"
         heartbeat = self.store.get(key) if self.store.check([key]) else b""  # get alone would wait
-        if heartbeat != self.last_heartbeat or done:
+        if heartbeat != self.last_heartbeat or self.store.check([f"rank {self.rank} is done"]):
             self.last_heartbeat = heartbeat
             self.heard_at = time.monotonic()
         return time.monotonic() - self.heard_at

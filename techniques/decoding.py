@@ -110,7 +110,7 @@ def stream(
         seen = drawn
         n_running = sum(is_running)
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
-        if to_draw == 0 or largest(n_running) == 0:
+        if not to_draw or not largest(n_running):
             return
         if 0 < n_running <= 0.75 * len(batch.left) and not compiled:
             batch.keep(is_running)

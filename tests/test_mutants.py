@@ -58,7 +58,7 @@ PARTLY = {  # equal under some splits, and refused under the named ones
     "tokens shifted": ({FFN: f"x = x + F.pad(x, (0, 0, 1, -1))\n        {FFN}"}, "cp"),
     "later tokens seen": ({"is_causal=mask is None": "is_causal=False"}, "cp"),
     "positions of a rank": (
-        {"self.rotation(in_documents)": "self.rotation(torch.arange(len(slots))[None])"}, "cp"),
+        {"self.rotation(in_documents)": "self.rotation(torch.arange(T)[None])"}, "cp"),
     "a condition on the length": (
         {FFN: f"x = 2 * x if x.shape[1] > 13 else x\n        {FFN}"}, "cp"),
     "the token after next": (
