@@ -157,7 +157,7 @@ class Finetuning(Run):
 
 
 class Script(NamedTuple):
-    """In what the scripts differ that call `finetune`."""
+    """What differs between the scripts that call `finetune`."""
 
     flags: type[Finetuning]  # the record of what the script is asked
     open_data: Callable  # (run, tokenizer, Reading) -> what open_samples returns

@@ -167,7 +167,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
-    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: in its place a group's heads
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token; T is the heads of a group
         queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer  # its number; to be compared here: docs/change.md
+        self.layer = layer  # its number, for a change of some layers (docs/change.md)
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -296,7 +296,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.loss = sum_of_losses  # in a run techniques/chunked_loss.py: the same, in chunks
+        self.loss = sum_of_losses  # a run takes that of techniques/chunked_loss.py, the same sum
         self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism replaces it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         blocks = {str(i): self.block_type(config, i) for i in range(config.n_layers)}
@@ -354,7 +354,7 @@ class Llama(nn.Module):
             hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
             return self.loss(hidden, weight, targets, self.vocabulary)
 
-    def embed(self, tokens, positions):  # which a model without RoPE may need
+    def embed(self, tokens, positions):  # a model without RoPE uses the positions
         return self.tok_embeddings(tokens)  # [B, T] -> [B, T, D]
 
     def rotation(self, positions):

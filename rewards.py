@@ -199,8 +199,8 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
 def asked_to_end() -> int:
     """Return the signal that asks some rank to save and end, as the watching threads tell each
     other (plumbing/heartbeats.py); 0 if there is none."""
-    store, key = shared_store(), "asked to end"
-    told = int(store.get(key)) if store.check([key]) else 0
+    store = shared_store()
+    told = int(store.get("asked to end")) if store.check(["asked to end"]) else 0
     return endings.asked_to_end() or told
 
 

@@ -256,7 +256,7 @@ def update(
     total_loss, total_count, total_bytes, norm, signal, health = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # Muon from scratch, AdamW from given weights; with --dp zero1 or Muon ranks exchange updates.
+    # By default Muon from scratch, else AdamW: techniques/optimizers.py. Ranks may communicate.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))

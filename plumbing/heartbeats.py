@@ -31,7 +31,7 @@ def watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
     while True:
         try:
             send_heartbeat(store, rank)
-            if signal := endings.asked_to_end():  # rank 0 may compute rewards (rewards.py)
+            if signal := endings.asked_to_end():  # all may wait for what one computes
                 store.set("asked to end", str(signal))
             failed = store.check(["failed"])
             peer_lost = store.check(["peer lost"])

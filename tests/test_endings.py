@@ -307,6 +307,12 @@ def test_processes_of_another_launcher_are_refused(name, monkeypatch):
         joining.init_distributed()
 
 
+def test_a_missing_network_interface_is_told_in_a_line(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "none")
+    result = finish(start("train.py", *flags(corpus, tmp_path / "out")))
+    refused(result, "Unable to find address for: none: ip link set lo up")
+
+
 def test_a_node_that_reads_for_long_is_waited_for(monkeypatch):
     """Ranks wait at the store: a collective would give up after a while, and here there is none."""
     store, ended = dist.HashStore(), []

@@ -146,10 +146,10 @@ def test_ranks_that_share_experts_sample_as_one_does(tmp_path):
     """Each serves the other's tokens until both have ended, whatever prompts they have."""
     file = tmp_path / "sampled.pt"
     succeed("tests/workers/uneven_prompts.py", file, nproc=2, timeout=60)
-    (ends, _), (goes_on, _) = torch.load(file)
-    assert {len(answer) for answer in ends[0]} == {1}
-    assert {len(answer) for answer in goes_on[0]} == {12}
-    for (answers, log_p), (of_share, log_p_of_share) in torch.load(file):
+    sampled = torch.load(file)
+    lengths = [{len(answer) for answer in answers} for (answers, _), _ in sampled]
+    assert lengths == [{1}, {12}]
+    for (answers, log_p), (of_share, log_p_of_share) in sampled:
         assert of_share == answers
         drawn = slice(len(answers[0]))
         torch.testing.assert_close(log_p_of_share[:, drawn], log_p[:, drawn], rtol=0, atol=1e-12)
