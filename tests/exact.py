@@ -27,6 +27,8 @@ ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=1
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
 
+NORMED = "olmo2", "olmo3", "gemma3"  # families that normalize what a block adds to x
+
 
 def case(config: dict, microbatch: int = 0, **parallel) -> dict:
     """Return a case as workers/train_cases.py reads it; `parallel` has fields of ParallelConfig."""
@@ -92,10 +94,13 @@ def check_step(work: Work, base_bits: int) -> None:
 # ------------------------------------------------------------------------------- the comparison
 
 
-def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
+def assert_same(result: dict, expected: dict, after_updates: float = 1e-12) -> None:
+    """Assert equality to 1e-12, and of what follows an update to `after_updates`."""
+    tolerance = 1e-12
     for ours, theirs in zip(result["rows"], expected["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)
-    for what in ("gradients", "last"):
+        tolerance = after_updates
+    for what, tolerance in (("gradients", 1e-12), ("last", after_updates)):
         assert result[what].keys() == expected[what].keys()
         for name, value in expected[what].items():
             value = value.double()  # NF4 codes are integers
@@ -190,9 +195,10 @@ def assert_trained(result: dict, case: dict, reference: dict | None = None) -> N
         parallel={"ep": case["parallel"].get("ep", 1)},  # for the teacher's family
     )
     expected = plain_training(json.dumps(given))
-    # Newton-Schulz and the singular value decomposition agree to fewer digits.
-    tolerance = 1e-10 if optimizer == "muon" else 1e-12
-    assert_same(result, expected, tolerance)
+    # Newton-Schulz and the singular value decomposition agree to fewer digits. Where outputs are
+    # normalized, plain PyTorch has norms that differ by 6e-12 once a weight differs by 2e-16.
+    is_exact = optimizer == "adamw" and case["config"].get("family") not in NORMED
+    assert_same(result, expected, 1e-12 if is_exact else 1e-10)
 
 
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:

@@ -33,7 +33,7 @@ ADAPTERS = {
     "wq wo": dict(rank=2, alpha=4, targets=["wq", "wo"]),
     "dora": dict(rank=4, alpha=8, rslora=True, dora=True),
     "latents": dict(rank=2, alpha=4, targets=["wq_a", "wkv_a", "wkv_b", "wo"]),
-    "latents, dora": dict(rank=2, alpha=4, dora=True, targets=["wq_b", "wkv_a"]),
+    "latents, dora": dict(rank=2, alpha=64, dora=True, targets=["wq_b", "wkv_a"]),
 }
 FAMILIES = {
     "llama": {},
