@@ -48,15 +48,15 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_frequencies: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-    # What costs and refusals ask; files of models/ answer otherwise. These are no fields: neither a
-    # flag nor a checkpoint has them.
+    # Facts that the prediction of costs and the refusals of techniques ask for. Files of models/
+    # override them. These are no fields: neither a flag nor a checkpoint has them.
     n_experts = 0  # feed-forwards that a router chooses from
-    ffn_uses = 1  # feed-forwards of width F that a token uses
-    normed_dim = 0  # features that a block normalizes beside its attention_norm and ffn_norm
-    attention_weights = 0  # how many a block's attention has; 0: those of wq, wk, wv and wo
+    ffn_uses = 1  # feed-forwards of width F that a token uses; above 1: of experts
+    normed_dim = 0  # features that a block normalizes beside those of two norms of x
+    attention_weights = 0  # elements of all matrices of attention; 0: of wq, wk, wv and wo
     gathered_dims = ()  # under --tp: widths of what ranks gather for attention; (): D, of x
     dense_dim = 0  # where some layers have experts: the width of the feed-forwards of others
-    windows = ()  # of each layer, how many tokens a token attends to, 0 for all; (): 0 for each
+    windows = ()  # of each layer, tokens that one attends to (0: all), as a WindowAttention does
 
     def __post_init__(self):
         width = self.head_dim or self.dim / self.n_heads
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer  # its number, for a change of some layers (docs/change.md)
+        self.layer = layer  # its number: make a bool of it here, if some layers differ
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights asks each module that holds a matrix itself
+    writes_to_stream = ()  # init_weights asks the parent of each matrix; here, of the embedding's
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

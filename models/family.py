@@ -45,15 +45,17 @@ class Published:
     fields: dict[str, str] = field(default_factory=dict)  # the configuration's -> theirs
     defaults: dict[str, Any] = field(default_factory=dict)  # for missing fields, as transformers
     renamed: dict[str, str] = field(default_factory=dict)  # transformers 5's name -> that of before
-    supported: dict[str, Any] = field(default_factory=dict)  # the only values that work here
-    absent: tuple[str, ...] = ()  # fields of other models that this one's config.json has not
+    # The only values that work here: others are refused, and these are written.
+    supported: dict[str, Any] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()  # fields of other models that this one's config.json is not given
     # What null means in a field, None: it is refused. In others it is as if the field were missing.
     nulls: dict[str, Any] = field(default_factory=dict)
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
     # Is called first with the content of a config.json: to write into it in one way what a file may
     # say in several.
     prepare: Callable = lambda content: None
-    read: Callable = lambda content: {}  # content of a config.json -> more of the configuration
+    # Content of a config.json, with the defaults of missing fields -> more of the configuration.
+    read: Callable = lambda content: {}
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
     # (name in a file, configuration) -> what part of a model it is that is not read, or ""
     ignored: Callable = lambda name, config: ""
@@ -73,15 +75,17 @@ class Family:
     name: str  # the model_type of a config.json; a student's is replaced by the name of its file
     config: type[LlamaConfig]
     presets: dict[str, LlamaConfig] = field(default_factory=dict)
-    # Fields of its SMALL model. The check at a start shrinks the run's own one (runs/equal.py).
+    # Fields of its SMALL model, whose logits a checkpoint keeps: values of your fields that fit its
+    # sizes, and that 600 tokens show. (The check at a start shrinks the run's own model.)
     small: dict[str, Any] = field(default_factory=dict)
-    # () -> layers and their styles of tensor parallelism, beside parallel.PLAN. It is a function,
-    # since styles import torch.distributed, which a model alone does not need.
+    # () -> {"layers.*.attention.q_norm": style of tensor parallelism}, beside parallel.PLAN or in
+    # place of its entries. It is a function, since styles import torch.distributed, which a model
+    # alone does not need.
     plan: Callable = lambda: {}
     # Configuration -> names of the matrices that can have an adapter (lora.py).
     targets: Callable = lambda config: TARGETS
     published: Published | None = None  # None: no other program knows the model
-    digest: str = ""  # of a student's file
+    digest: str = ""  # of a student's file, which own_file.py sets
 
     @property
     def small_config(self) -> LlamaConfig:

@@ -6,6 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from models.family import Family, families
 from plumbing.messages import UserError
 
@@ -13,7 +16,8 @@ from plumbing.messages import UserError
 def load_file(path: str) -> Family:
     """Return the family of a student's file. A bare name is also looked for beside model.py.
 
-    Raises UserError if there is no such file, or no MODEL with presets in it."""
+    Raises UserError if there is no such file, no MODEL with presets in it, or a class of layers
+    that no preset's model has: a Llama would be trained in its place."""
     beside_model = Path(__file__).resolve().parent.parent / path
     file = next((file for file in (Path(path), beside_model) if file.is_file()), None)
     if file is None:
@@ -33,7 +37,35 @@ def load_file(path: str) -> Family:
     model = getattr(module, "MODEL", None)
     if not isinstance(model, Family) or not model.presets:
         raise UserError(f"{path} is no model: it needs MODEL = Family(...) with presets")
+    for name, preset in model.presets.items():
+        if type(preset) is not model.config:
+            ours, theirs = model.config.__name__, type(preset).__name__
+            raise UserError(f"{path}: preset {name} is a {theirs}, and its Family is of {ours}")
+    try:
+        unused = unused_classes(module, model)
+    except Exception as error:
+        raise UserError(f"{path} builds no model: {type(error).__name__}: {error}") from error
+    if unused:
+        raise UserError(
+            f"{path}: no preset's model has a {unused[0]}: name it in attention_type, "
+            f"feed_forward_type, block_type or the configuration's build, or remove it"
+        )
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     family = replace(model, name=file.name, digest=digest)
     families()[file.name] = family
     return family
+
+
+def unused_classes(module, model: Family) -> list[str]:
+    """Return the classes of layers in a file that occur in no model of its presets."""
+    used = set()
+    with torch.device("meta"):
+        for preset in model.presets.values():
+            used |= {type(part) for part in preset.build().modules()}
+    found = []
+    for name, kind in vars(module).items():
+        is_layer = isinstance(kind, type) and issubclass(kind, nn.Module)
+        if is_layer and kind.__module__ == module.__name__:
+            if not any(issubclass(part, kind) for part in used):
+                found.append(name)
+    return found

@@ -1,5 +1,6 @@
 """Find in a changed model what neither its gradients nor its logits show: initial values that are
-replaced, losses of other tokens than the next one, integers that make torch.compile slow."""
+replaced, losses of other tokens than the next one, integers that make torch.compile slow, and a
+small model that cannot be computed."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -7,8 +8,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from files.published import with_fixed_weights
+from files.published import small_logits, with_fixed_weights
 from model import IGNORE, LlamaConfig
+from models.family import family_of
 from plumbing.messages import UserError
 from runs.equal import describe, small_batch, small_config
 
@@ -35,6 +37,12 @@ def notes(config: LlamaConfig, compiles: bool) -> list[str]:
         lines.append(
             f"note: in training there is another loss, of the token that is {tokens} after the "
             f"last one seen; the next token is 1 after it"
+        )
+    family = family_of(config)
+    if small_logits(family) is None:
+        lines.append(
+            f"note: {family.name} cannot compute its small model, by which checkpoints tell "
+            f"changed code: give Family(small=...) with fields that fit SMALL of models/family.py"
         )
     if compiles and (integers := integers_read(small)):
         lines.append(
@@ -91,17 +99,22 @@ def added_to_stream(config: LlamaConfig) -> list[str]:
     change = torch.randn(1, 8, config.dim, generator=torch.Generator().manual_seed(0)).double()
     found = []
     for number, block in model.layers.items():
-        plain = block(*inputs[block])
+        plain = stream_of(block(*inputs[block]))
         for path, layer in block.named_modules():
             parent, _, name = path.rpartition(".")
             is_layer = isinstance(layer, nn.Linear) and layer.out_features == config.dim
             if not is_layer or name in block.get_submodule(parent).writes_to_stream:
                 continue
             hook = layer.register_forward_hook(lambda *args: args[-1] + change)
-            if is_multiple(block(*inputs[block]) - plain, change):
+            if is_multiple(stream_of(block(*inputs[block])) - plain, change):
                 found.append(f"layers.{number}.{path}")
             hook.remove()
     return found
+
+
+def stream_of(returned: Tensor | tuple) -> Tensor:
+    """Return x of what a block returns: x, or x and something that it hands on."""
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 def is_multiple(found: Tensor, change: Tensor) -> bool:

@@ -8,24 +8,28 @@ put its record into a list of parallel.py, and give it a field in config.py. Her
 annotated, since parallel.py imports this.
 
 What a layer may say of itself. Techniques know no names of layers; these attributes of its class,
-or methods, tell them what they have to know. Each may be left out:
+or methods, tell them what they have to know. In a model's file:
 
-    writes_to_stream  names of its layers whose output is added to the residual stream. Of these
-                      tensor parallelism shards the input features, of others the output features;
-                      they start smaller, and checkpointing does not keep their output
+    writes_to_stream  names of its layers whose output is added to the residual stream, () for none.
+                      A module with a Linear in it must have it. These layers start smaller, their
+                      outputs are not kept by checkpointing, and PLAN says ROWS for them
     saved_products    names of its layers whose output selective checkpointing keeps
+    initial_value     where its parameters start, a number or "normal"; a bias starts at 0 in any
+                      case (Llama.init_weights)
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay is for these
-    initial_value     where its parameters start, a number or "normal" (Llama.init_weights)
+    norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
+                      backward needs w2's output, too, and --tp gathers it again
+    token_layers      names of its linear layers that PLAN makes OwnTokens(): Muon's costs ask
+
+In the files of techniques, of experts and of adapters:
+
     set_later         names of its parameters that Llama.init_weights leaves to another file
-    token_layers      names of its linear layers that --tp lets each rank compute for its own tokens
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
     keeps_choices     whether forward keeps in `chosen` [N, K] what it chooses for each token; with
                       choices that are `given` it computes these (rewards.py sets both)
     no_slope          names of parameters whose gradient is not the slope of the loss
-    norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
-                      backward needs w2's output, too
     used              how many of its stacked matrices a token is multiplied by
     sharded_dims      (dim) -> the dimension on which --tp shards each parameter if it shards the
                       weight on `dim`, for a layer with more parameters than weight and bias

@@ -25,10 +25,10 @@ from workers.train_cases import batch_of
 
 from files import published
 from files.published import with_fixed_weights
-from model import IGNORE, Attention, FeedForward, Llama, LlamaConfig
+from model import IGNORE, Attention, Block, FeedForward, Llama, LlamaConfig, RMSNorm
 from models.family import HERE, families
 from runs.changed import prediction_note
-from runs.unseen import integers_read
+from runs.unseen import added_to_stream, integers_read
 from runs.unseen import notes as unseen_notes
 
 NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
@@ -231,6 +231,33 @@ def test_an_integer_that_differs_between_layers_is_told(monkeypatch):
     values = Attention.values
     monkeypatch.setattr(Attention, "values", lambda m, x: values(m, x) * (1 + m.layer))
     assert integers_read(config) == ["attention.layer"]
+
+
+def test_blocks_may_hand_on_more_than_x(monkeypatch):
+    """As value_residual.patch does; wk is as wide as x."""
+    blocks, norms = Block.forward, RMSNorm.forward
+
+    def x_of(given):
+        return given[0] if isinstance(given, tuple) else given
+
+    def with_more(block, given, *rest):
+        return blocks(block, x_of(given), *rest), given
+
+    monkeypatch.setattr(Block, "forward", with_more)
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, given: norms(norm, x_of(given)))
+    config = replace(CONFIG, n_kv_heads=CONFIG.n_heads)
+    with torch.no_grad():
+        assert added_to_stream(config) == []
+        monkeypatch.setattr(FeedForward, "writes_to_stream", ())
+        assert "layers.0.feed_forward.w2" in added_to_stream(config)
+
+
+def test_a_small_model_that_cannot_be_computed_is_told(monkeypatch):
+    family = families()["qwen3"]
+    config = family.small_config
+    monkeypatch.setitem(families(), "qwen3", replace(family, small=dict(dim=31)))
+    (note,) = unseen_notes(config, compiles=False)
+    assert note.startswith("note: qwen3 cannot compute its small model")
 
 
 @pytest.mark.parametrize("family", HERE)

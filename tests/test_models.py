@@ -132,18 +132,36 @@ def test_a_file_is_found_again_or_missed_in_a_line(corpus, tmp_path):
     assert "warning: mine.py computes other logits from the same weights than the code" in told
 
 
+GEGLU = (CHANGES / "geglu.py").read_text()
 BAD_FILES = {
-    "x = 1": "mine.py is no model: it needs MODEL = Family(...) with presets",
-    "import nothing_like_this": "mine.py cannot be run: ModuleNotFoundError: No module named",
-    "from models.family import Family\nfrom model import LlamaConfig\n"
-    "MODEL = Family('mine', LlamaConfig)": "mine.py is no model: it needs MODEL",
+    "nothing": ("x = 1", "mine.py is no model: it needs MODEL = Family(...) with presets"),
+    "raises": ("import nothing_like_this", "mine.py cannot be run: ModuleNotFoundError: No module"),
+    "no presets": (
+        "from models.family import Family\nfrom model import LlamaConfig\n"
+        "MODEL = Family('mine', LlamaConfig)",
+        "mine.py is no model: it needs MODEL",
+    ),
+    # With these slips a Llama would be trained.
+    "another build": (
+        GEGLU.replace("return Geglu(self)", "return model.Llama(self)"),
+        "no preset's model has a FeedForward: name it in attention_type",
+    ),
+    "no block_type": (
+        GEGLU.replace("block_type = Block", "pass"),
+        "no preset's model has a FeedForward: name it in attention_type",
+    ),
+    "another family": (
+        GEGLU.replace('"geglu", GegluConfig', '"geglu", LlamaConfig'),
+        "preset tiny is a GegluConfig, and its Family is of LlamaConfig",
+    ),
 }
 
 
-@pytest.mark.parametrize("source", BAD_FILES, ids=["nothing", "raises", "no presets"])
-def test_a_file_that_is_no_model_is_refused(source, tmp_path):
+@pytest.mark.parametrize("slip", BAD_FILES)
+def test_a_file_that_is_no_model_is_refused(slip, tmp_path):
+    source, problem = BAD_FILES[slip]
     (tmp_path / "mine.py").write_text(source)
-    refused(launch_script("train.py", "--model", tmp_path / "mine.py"), BAD_FILES[source])
+    refused(launch_script("train.py", "--model", tmp_path / "mine.py"), problem)
 
 
 def test_models_that_are_not_found_are_refused():
