@@ -136,7 +136,7 @@ class Saver(contextlib.AbstractContextManager):
         self.pending: Future | None = None  # the save in the background
         self.newest: Path | None = None  # what `save` has returned last
         # A group of its own, so that the thread's collectives do not mix with those of training.
-        # The timeout is long because a disk may be slow.
+        # The timeout is long because a disk may be slow. plumbing/joining.py registers the backend.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         # Every save writes small_logits, by which a reader notices a changed model.py
         # (files/published.py). They are computed once: here, since in the thread their model would

@@ -155,7 +155,7 @@ class ParallelConfig:
 
     @property
     def forwards_meet(self) -> bool:
-        """Whether a forward exchanges messages with ranks that have other sequences."""
+        """Whether every forward sends tokens to ranks with other sequences."""
         return self.ep > 1
 
     @property
@@ -305,7 +305,7 @@ class Work:
     document: int = 0  # most tokens of a document in packed rows; 0: rows are whole sequences
     on_gpu: bool = False
     references: int = 0  # forwards without gradients, as of a base (preferences.py)
-    updates: int = 1  # of the optimizer in a step, each by so many equal parts of the batch
+    updates: int = 1  # of the optimizer in a step, each on one of so many parts of the batch
     teacher: Llama | None = None  # whole: its forward precedes a step (distill.py)
 
     @property

@@ -24,7 +24,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -343,12 +343,23 @@ def open_windows(
 
 
 def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
-    """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
-    World of parallel.py; `dataset` may also be a Packed of text/packing.py."""
+    """Return this rank's share of a step's batch, which is a function of (seed, step): of the next
+    rows in a permutation that is drawn for each epoch (text/order.py). Ranks along cp share
+    sequences; without --cp each has whole ones. `world` is a World of parallel.py; `dataset` may
+    also be a Packed of text/packing.py."""
     n_sequences = order.batch // world.parallel.data_size
     first = world.data_rank * n_sequences
     rows = order.rows(step, dataset.sources)[first : first + n_sequences]
     return share_sequences(dataset.batch(rows), world)
+
+
+def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world) -> Batch:
+    """Return this rank's tokens of some rows, on its device; None is a row without targets."""
+    if isinstance(dataset, Rows):  # ranks share a row's tokens
+        batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
+    else:
+        batch = dataset.batch(rows)
+    return share_sequences(batch, world).to(world.device)
 
 
 def read_ahead(

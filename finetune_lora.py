@@ -9,7 +9,8 @@ r"""Fine-tune a Llama with LoRA: teach it to answer by training thin matrices be
 
 The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]}, or instruction,
 input and output, or prompt and completion (text/conversations.py). Several conversations share a
-row of --seq-len tokens; attention does not cross from one to another.
+row of --seq-len tokens; attention does not cross from one to another. Prompts and padding have no
+targets, and padding is a document of its own.
 
 The base is frozen, so it has no gradients. With --dp ddp, the default where a device can hold the
 model, a step communicates the gradients of the adapters and nothing else, and more processes make
@@ -268,8 +269,9 @@ def check_merged(run: Finetuning, last_step: int) -> None:
 
 
 def base_of(run: Finetuning) -> Path:
-    """Return what --init names. If that is another run, which goes on, and this one is resumed: the
-    checkpoint that this one began with. Raise UserError if it is gone."""
+    """Return what --init names. If that is another run, which may have newer checkpoints by now,
+    and this one is resumed: the checkpoint that this one began with. Raise UserError if it is gone.
+    """
     init = recorded(run.directory, "facts").get("init", "")  # old runs have no facts
     name = Path(str(init)).name
     if not checkpoints(run.directory) or not checkpoints(run.init) or name[:5] != "step-":
@@ -318,7 +320,7 @@ def prepare(
     digests |= process.broadcast_from_rank_zero(run.digests)
 
     def initialize(model: Llama) -> None:
-        load_weights(base["directory"], model)
+        load_weights(base["directory"], model)  # --base-bits 4: quantized here
         lora.init_adapters(model, run.seed, device=process.device)
 
     job = setup.Job(

@@ -95,7 +95,7 @@ class World(Process):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of a batch: one of parallel.data_size."""
+        """Index of this rank's share of a batch; there are replicate x shard / cp shares."""
         replica = self.mesh.get_local_rank("replicate")
         shard = self.mesh.get_local_rank("shard")
         return (replica * self.parallel.shard + shard) // self.parallel.cp
@@ -149,7 +149,7 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides a training is always asked what it refuses. Functions below apply all but experts.
+# What divides a training is always asked what it refuses. (A batch applies --cp: data.py.)
 ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
@@ -290,7 +290,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     With several microbatches a step, `reshard` says what is sharded again after each use:
         none      nothing: one all-gather of the weights and one reduce-scatter of the gradients a
                   step, but (w + g) P bytes stay unsharded on every rank
-        weights   weights; gradients accumulate unsharded, g P bytes
+        weights   (the default) weights; gradients accumulate unsharded, g P bytes
         all       weights and gradients: reduce-scatter in every microbatch
         adapters  for LoRA: adapters, as `weights` does; FSDP ignores the frozen base, and each rank
                   keeps all of it

@@ -19,7 +19,8 @@ log p sums over the answer's tokens. The base, which others call the reference, 
 its adapters off: it takes no memory, but a step runs forward twice. With --all-weights, log p_base
 of all answers is computed once, before the first step. The losses of all pairs on all ranks are
 added up, and divided once by their number. Both answers of a pair share a row. --batch and
---microbatch count rows, so they never separate a pair.
+--microbatch count rows, so they never separate a pair. The loop over steps is train.py's: finetune
+of finetune_lora.py freezes a base, adds adapters, and calls it with the Task of this file.
 
 Watch `chosen`, the mean reward of chosen answers, beside the loss. The loss depends only on the
 difference of two rewards: both may fall, while answers that are in no pair become likelier.
@@ -109,7 +110,9 @@ class Preferences(Task):
 
     def __post_init__(self):
         self.sums = Counter()  # of `loss` over pairs, by name, since the last finish_measures
-        set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
+        # Its forward returns -log p of each target, [B, T], 0 where there is none, as in prompts.
+        # Logits are made for some tokens at a time, and again in backward (runs/each_target.py).
+        set_loss_of_each_target(self.job.model)
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         yield from map(self.with_base, super().batches(steps))

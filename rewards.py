@@ -36,7 +36,8 @@ once: a run checks that both agree. In bfloat16 they do so roughly, so a token h
 p in training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance
 sampling"). The p in training is that before the first update.
 An answer depends only on the weights, its prompt, the seed and its number, so a step is the same on
-any number of ranks. docs/preferences.md says more.
+any number of ranks. The loop over steps is train.py's, which finetune_lora.py calls with the Task
+of this file. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -57,6 +58,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import Totals
+from data import batch_of
 from finetune_lora import Finetuning, Script, finetune
 from lora import adapters_off
 from plumbing import endings, processes
@@ -76,7 +78,7 @@ from runs.answers import (
 )
 from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.flags import rate_flag
-from runs.scores import Stopped, batch_of
+from runs.scores import Stopped
 from runs.task import Task
 from text.batch import Batch
 from text.order import Steps
@@ -221,14 +223,14 @@ class Rewards(Task):
 
     def __post_init__(self):
         check_can_sample(self)
-        set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T]
+        set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T], 0 of prompts
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
         self.tokens_of_step = 0
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
-        # The largest |log p - log p in sampling| of a token since then: of its last forward, and of
-        # that before the first update, where only rounding can make it differ.
-        self.largest = self.furthest = 0.0
+        # The largest |log p - log p in sampling| of a token since then: by the weights of now, and
+        # by those that drew it, where only rounding can make them differ.
+        self.largest_now = self.largest_by_rounding = 0.0
         self.measured = {}  # of the newest answers, by name
         self.seconds = {}  # that they took
         self.shown = ""  # of the newest evaluation
@@ -286,8 +288,8 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        # An update takes the same number of whole groups: ranks take answers in turn, so part i of
-        # this rank's rows is of them. One without rewards would divide by 0 answers.
+        # Ranks take answers in turn, so part i of each rank's rows is of the same whole groups. An
+        # update without rewards is left out: it would divide by 0 answers.
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
@@ -384,7 +386,7 @@ class Rewards(Task):
         tokenizer = self.job.tokenizer
         return tokenizer.decode(answer[:-1]) if answer[-1] in tokenizer.stop else ""
 
-    def updates(self, batch: Batch) -> list[Batch]:
+    def parts(self, batch: Batch) -> list[Batch]:
         parts = batch.microbatches(self.work.sequences)
         return [part for part, is_rewarded in zip(parts, self.are_rewarded) if is_rewarded]
 
@@ -411,8 +413,9 @@ class Rewards(Task):
             k3 = log_r.exp() - log_r - 1
             gain = gain - run.kl * log_ratio.exp() * k3
             sums["kl"] = k3.detach().sum()
-        self.largest = distance.max().clamp(min=self.largest)
-        self.furthest = by_rounding.abs().max().clamp(min=self.furthest)
+        self.largest_now = distance.max().clamp(min=self.largest_now)
+        rounding = by_rounding.abs().max()
+        self.largest_by_rounding = rounding.clamp(min=self.largest_by_rounding)
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value
         return -(weight * gain).sum()
@@ -432,23 +435,23 @@ class Rewards(Task):
         names = ["clipped", "entropy", "mean_log_ratio"]
         if self.run.kl is not None:
             names.append("kl")
-        mine = [self.largest, self.furthest]
+        mine = [self.largest_now, self.largest_by_rounding]
         mine += [self.sums[name] for name in ("tokens", "far", *names)]
         of_ranks = self.world.all_gather_scalars(mine)  # [ranks, values]
-        largest, furthest = of_ranks[:, :2].amax(0).tolist()
+        largest, by_rounding = of_ranks[:, :2].amax(0).tolist()
         tokens, far, *sums = of_ranks[:, 2:].sum(0).tolist()
         self.sums.clear()
-        self.largest = self.furthest = 0.0
-        self.check_distance(far / tokens, furthest)
+        self.largest_now = self.largest_by_rounding = 0.0
+        self.check_distance(far / tokens, by_rounding)
         means = {name: value / tokens for name, value in zip(names, sums)}
         return self.measured | means | {"log_ratio": largest} | self.seconds
 
-    def check_distance(self, share: float, furthest: float) -> None:
+    def check_distance(self, share: float, largest: float) -> None:
         """Raise UserError, or warn in bfloat16, if too large a share of a step's tokens are further
-        than rounding takes log p of training from that of sampling. `furthest` is the largest
+        than rounding takes log p of training from that of sampling. `largest` is the largest
         distance."""
         found = f"log p of {share:.2%} of a step's tokens differs between sampling and training"
-        found += f" by more than {self.tolerance:.2g}, at most by {furthest:.2g}"
+        found += f" by more than {self.tolerance:.2g}, at most by {largest:.2g}"
         if self.only_warns and share > WARN_ABOVE and not self.has_warned:
             self.has_warned = True
             print_rank_zero(f"warning: {found}: --max-ratio bounds its weight", file=sys.stderr)

@@ -90,13 +90,16 @@ def train(task: Task, runner: nn.Module) -> bool:
     """Train to the last step, from the newest checkpoint that is not damaged, or from step 1.
 
     The `task` says what a step trains on, how, and what is measured; `runner` is what a step calls:
-    the model, or what parallelize has put around it. Returns False if a signal stopped the run."""
+    the model, or what parallelize has put around it. A plain Task has one update a step, the
+    model's own loss, and divides it by the number of targets. Returns False if a signal stopped the
+    run."""
     run, job, world, work = task.run, task.job, task.world, task.work
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
     steps = setup.steps_of(run, job, work, saved)
-    task.begin(steps)  # before `load`: the model is the base that preferences.py compares with
-    setup.load(steps, run, job, optimizer)
+    # The model has the base's weights until `resume`: preferences.py compares with them.
+    task.begin(steps)
+    setup.resume(steps, run, job, optimizer)
     unevaluated = unevaluated_step(run, steps, world)
     if steps.done >= steps.last and not unevaluated:
         return True
@@ -123,7 +126,7 @@ def train(task: Task, runner: nn.Module) -> bool:
                 group["lr"] = lr
             # Dropout is a function of the seed, the step, the rank and the number of ranks.
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
-            for part in task.updates(batch):  # one, but for rewards.py --updates
+            for part in task.parts(batch):  # one, but for rewards.py --updates
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
                 count, text_bytes = task.count(part), part.text_bytes
                 totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
@@ -186,7 +189,8 @@ def accumulate(
     world: World,
     task_loss: Callable | None = None,
 ) -> Tensor:
-    """Run forward and backward on each microbatch of this rank; gradients accumulate.
+    """Run forward and backward on each microbatch of this rank, so many rows of its batch in their
+    order; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
     does all the communication of forward and backward. `task_loss` is a task's `loss`: it returns
@@ -200,10 +204,11 @@ def accumulate(
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            part.prepare()  # what some tasks tell layers before a forward; else nothing
+            part.prepare()  # rewards.py tells layers of experts what to choose; else nothing
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
-            # The loss in chunks (chunked_loss.py) has the gradients of logits already.
+            # The model's own loss (chunked_loss.py) knows its gradients of the hidden states and
+            # of the output weight by now; backward goes on from there.
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -228,10 +233,11 @@ def update(
     difference.
     The all-gather also tells all ranks which signal asks one of them to end.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    gradients, squared_norm = own_gradients(optimizer, world.size)
+    # Of a gradient that n ranks hold alike each counts 1/n: the sum over all ranks is the square.
+    gradients, squared_norm_share = own_gradients(optimizer, world.size)
     signal = plumbing.endings.asked_to_end()
-    rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm, signal])
-    losses, _, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
+    rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm_share, signal])
+    losses, _, _, shares, signals = rows.unbind(1)  # [ranks] each
     total_loss, total_count, total_bytes, *_ = rows.sum(0)
     # Ranks along tp repeat the loss and the targets. Ranks along pp repeat the targets, but only
     # the last one has a loss.
@@ -245,18 +251,19 @@ def update(
     # the sum / targets, so multiply by n / targets.
     n = parallel.replicate * parallel.shard
     scale = n / total_count.clamp(min=1)
-    norm = squared_norms.sum().sqrt() * scale
+    norm = shares.sum().sqrt() * scale
     clipping = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0  # as clip_grad_norm_ does
     scale_gradients(optimizer, gradients, scale, clipping)
 
     # An update waits for the device only here, to see before the optimizer's step that all is
     # finite. `health` is not finite if a loss or a gradient is not, or if there are no targets.
-    health = (losses + squared_norms).sum() / total_count
+    health = (losses + shares).sum() / total_count
     values = [total_loss, total_count, total_bytes, norm, signals.max(), health]
     total_loss, total_count, total_bytes, norm, signal, health = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # By default Muon from scratch, else AdamW: techniques/optimizers.py. Ranks may communicate.
+    # By default Muon from scratch, else AdamW; weights of matrices decay, no others
+    # (techniques/optimizers.py). Ranks may communicate.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from data import batch_of
 from model import IGNORE, Llama
 from parallel import World, used_techniques, weights_gathered
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
-from runs.scores import batch_of
 from runs.task import Task
 from techniques.decoding import check_length, generate
 from text.batch import Batch
@@ -66,7 +66,8 @@ def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -
 
 def prompts_of_step(task: Task, numbers: Sequence[int]) -> list:
     """Return the prompts that a step's answers are to, given the numbers of these, counted from the
-    first answer of the run as sequences are. Answers of a group follow each other."""
+    first answer of the run as sequences are. Answers of a group follow each other. All prompts are
+    asked once, in an order by the seed, before any is asked again."""
     prompts, run = task.job.train_set.samples, task.run
     return [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
 

@@ -19,17 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import Totals
-from data import Windows
+from data import Windows, batch_of
 from model import IGNORE, Llama
 from parallel import World
 from plumbing import endings
 from plumbing.devices import widest_float
 from plumbing.messages import with_progress
-from techniques.context_parallel import share_sequences
 from techniques.decoding import generate
 from text.batch import Batch
-from text.exams import Exam
-from text.packing import Packed, Rows
+from text.packing import Packed
 
 
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
@@ -80,15 +78,6 @@ def shared_batches(
         yield mine, batch_of(dataset, padded_rows[mine], world)
 
 
-def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world: World) -> Batch:
-    """Return this rank's tokens of some rows, on its device."""
-    if isinstance(dataset, Rows):  # ranks share a row's tokens
-        batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
-    else:
-        batch = dataset.batch(rows)
-    return share_sequences(batch, world).to(world.device)
-
-
 @torch.no_grad()
 def row_sums(
     model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
@@ -126,10 +115,11 @@ def evenly_spaced(windows: Windows, limit: int) -> list[int]:
 
 
 def take_exam(
-    model: Llama, exam: Exam, microbatch: int, world: World
+    model: Llama, exam, microbatch: int, world: World
 ) -> tuple[dict[str, float], list[dict]]:
     """Return the scores by name, each a fraction of questions answered right; and the questions,
-    with the model's log-likelihoods or answer. Ranks share the choices; all write every answer."""
+    with the model's log-likelihoods or answer. Ranks share the choices; all write every answer.
+    `exam` is an Exam of text/exams.py."""
     rows = range(len(exam.choices))
     loss_of_choices = row_sums(model, exam.choices, rows, microbatch, world)[:, 0]
     losses = iter(loss_of_choices.tolist())
@@ -151,7 +141,7 @@ def take_exam(
     return {name: sum(each) / len(each) for name, each in marks.items()}, details
 
 
-def write_answers(model: Llama, exam: Exam, microbatch: int) -> list[str]:
+def write_answers(model: Llama, exam, microbatch: int) -> list[str]:
     """Return the first line of the model's answer to each prompt of an exam."""
     tokenizer = exam.tokenizer
     lines = []

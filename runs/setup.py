@@ -35,7 +35,6 @@ from runs.flags import Pretraining, Run
 from techniques.optimizers import peak_rate
 from techniques.technique import Technique
 from text.corpora import Reading
-from text.exams import Exam
 from text.order import Order, Steps
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -45,13 +44,13 @@ class Job:
     """What a run trains, on what, and for how long, once its device and its data are known."""
 
     model: Llama  # on meta until `parallelize`; then this rank's part
-    whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
+    whole: Llama  # an unsplit copy on meta, Work.model: memory and traffic follow from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
     train_set: Windows  # or a Packed of text/packing.py, used the same way
     val_set: Windows
     data_checksum: int  # by which a resumed run notices other data
-    exam: Exam | None  # taken at evaluations
+    exam: object | None  # an Exam of text/exams.py, taken at evaluations
     lr: float  # peak learning rate
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
@@ -123,7 +122,11 @@ def prepare_pretraining(run: Pretraining, parallel: ParallelConfig, process: Pro
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     load = partial(load_tokenizer, rules.choose_tokenizer(run, source))
     tokenizer = process.local_rank_zero_first(load)
-    exam = run.exam and Exam(run.exam, tokenizer, config.max_seq_len)
+    exam = None
+    if run.exam:
+        from text.exams import Exam  # here, since few runs take one
+
+        exam = Exam(run.exam, tokenizer, config.max_seq_len)
     reading = Reading(run.text_field, run.skip_bad)
     windows = partial(
         open_windows, run.data, tokenizer, run.seq_len, run.document_mask, run.val_data, reading
@@ -295,7 +298,7 @@ def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:
     return Steps(done, last, run.skip_steps, order, undamaged)
 
 
-def load(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -> None:
+def resume(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint that a run continues, if it does."""
     if not steps.checkpoint:
         return

@@ -74,7 +74,7 @@ class Task:
         (runs/each_target.py)."""
         return computed
 
-    def updates(self, batch: Batch) -> list[Batch]:
+    def parts(self, batch: Batch) -> list[Batch]:
         """Return the parts of a batch, each of which the optimizer takes a step on."""
         return [batch]
 

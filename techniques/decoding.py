@@ -82,8 +82,8 @@ def stream(
     A `cache` has the first tokens of a single prompt, which are not read again. If the model's
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
     compiled.
-    Where a forward exchanges messages with ranks that have other prompts, all ranks run it equally
-    often: `largest` returns the largest of a number over these ranks."""
+    Where every forward sends tokens to ranks with other prompts, all run it equally often:
+    `largest` returns the largest of a number over these ranks."""
     device = next(model.parameters()).device
     uniform = torch.empty(max_new_tokens, len(prompts), dtype=widest_float(device))  # on the CPU
     for row, number in enumerate(numbers or range(len(prompts))):
@@ -121,7 +121,8 @@ def stream(
 
 
 class Continuation:
-    """The rows of a batch that are continued.
+    """The rows of a batch that are continued, each by one token in a step. The cache gives a row
+    the keys and values of its earlier tokens, and hides the padding left of its prompt.
 
     What changes from one token to the next lies on the device, and is written in place. So a GPU
     can repeat a step (techniques/cuda_graph.py), and the host waits for no token before it starts

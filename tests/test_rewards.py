@@ -305,7 +305,8 @@ def test_trl_computes_the_same_loss_of_rewards(kl, corrected):
     )
     task = Rewards.__new__(Rewards)
     task.run = Rewarding(reward=None, kl=kl)
-    task.sums, task.largest, task.furthest, task.tolerance = Counter(), 0.0, 0.0, math.inf
+    task.sums, task.tolerance = Counter(), math.inf
+    task.largest_now = task.largest_by_rounding = 0.0
     targets = torch.where(mask, 1, IGNORE)
     loss = task.loss(-now * mask, Batch(targets, targets, None, 0, target_values=values))
     (gradient,) = torch.autograd.grad(loss, now)
@@ -386,7 +387,7 @@ def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_re
     task.run = Rewarding(reward=None)
     task.measured = task.seconds = {}
     task.sums = Counter()
-    task.largest = task.furthest = 0.0
+    task.largest_now = task.largest_by_rounding = 0.0
     task.tolerance = 0.01
     task.may_be_far = share
     task.only_warns = False

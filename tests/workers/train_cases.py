@@ -29,6 +29,7 @@ import techniques.expert_parallel as expert_parallel
 import techniques.offload as offload
 from config import ParallelConfig, Work
 from costs.page import sends
+from data import batch_of as batch_of_rows
 from distill import Distillation, Distilling
 from files.adapters import gather_adapters
 from lora import LoRA, adapters, init_adapters, quantize_base
@@ -43,7 +44,6 @@ from plumbing.processes import run
 from plumbing.shards import assign_shard, to_local
 from preferences import Preferences, Preferring
 from rewards import Rewarding, Rewards
-from runs import scores
 from runs.answers import Answers
 from runs.changed import notes
 from runs.equal import check_model, whole_tensor
@@ -314,7 +314,7 @@ def train(process, case: dict) -> dict:
         are_counted = [True] * BATCH
         given = (*scored_answers(), are_counted)
         answers = Answers(*(each[own] for each in given), packed_pairs().tokenizer)
-        batch = scores.batch_of(answers, range(share), world)
+        batch = batch_of_rows(answers, range(share), world)
         batch.target_values |= before_updates(batch.target_values["sampled_log_p"])
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
