@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,47 @@ def pytest_configure(config) -> None:
 
 def asks_for_slow(config) -> bool:
     return "slow" in config.option.markexpr.replace("not slow", "")
+
+
+# Slow tests come in parts: `-m "slow and exact"`. Files that stand nowhere here are of "runs".
+PARTS = {
+    "exact": ["test_exact"],
+    "counts": ["test_page", "test_plan", "test_fake_cuda", "test_nccl"],
+    "faults": ["test_faults", "test_mutants"],
+    "models": ["test_models", "test_own_files", "test_changes", "test_export"],
+    "classes": ["test_labs", "test_labs_answers", "test_labs_grading", "test_race"],
+}
+PART_OF = {file: part for part, files in PARTS.items() for file in files}
+DRAWN = "exact", "counts", "faults"  # have hundreds of tests; a day takes a third of them
+SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # the day, or "all"
+
+
+def is_drawn(item) -> bool:
+    """Return whether a slow test is one of this day's, in which case two others are not."""
+    day = date(int(SEED[:4]), int(SEED[4:6]), int(SEED[6:])).toordinal()
+    return (zlib.crc32(item.nodeid.encode()) + day) % 3 == 0
+
+
+def pytest_report_header(config) -> str:
+    if not asks_for_slow(config) or SEED == "all":
+        return ""
+    return f"SEED={SEED} draws a third of the slow tests of {', '.join(DRAWN)}; SEED=all takes all"
+
+
+@pytest.hookimpl(tryfirst=True)  # -m reads the marks
+def pytest_collection_modifyitems(config, items) -> None:
+    """Mark slow tests with their part, and leave out those that the day has not drawn."""
+    left_out = []
+    takes_all = SEED == "all" or "::" in str(config.args)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            part = PART_OF.get(item.path.stem, "runs")
+            item.add_marker(part)
+            if part in DRAWN and not takes_all and not is_drawn(item):
+                left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,14 +8,12 @@ on one process."""
 
 import functools
 import itertools
-import os
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import exact
 import pytest
-from conftest import HAS_2_13, asks_for_slow
+from conftest import HAS_2_13, SEED, asks_for_slow
 from exact import FOUR_HEADS, GROUPED, ODD, assert_case, attentions, case, check_step, meta_model
 from pairs import LONG, SHORT, case_name, pairwise, random_walk
 from workers.train_cases import BATCH, DISTILLED, SEQ, config_of, steps_of
@@ -80,7 +78,6 @@ OPTIONS |= dict(
 )
 FAST = {1: 12, 2: 14, 4: 10}  # ranks to train on -> how many cases the fast tests take
 MOST_ATTENTIONS = 8  # forwards of attention in one step of a case that the fast tests take
-SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # for the cases that are new each day
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
 
