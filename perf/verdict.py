@@ -77,10 +77,18 @@ def verdict(facts: Facts) -> list[str]:
     which changes would shorten it; what techniques suggest. Else how much of the step computes."""
     seldom = "a larger --batch does this less often"
     on_disk = "tokenize it with data.py tokenize, and keep the tokens on a local disk"
+    shorter = "a smaller --max-new-tokens cuts the longest answers, for which all others wait"
+    reuse = "--updates takes several updates on the same answers"
+    workers = "--reward-workers calls a slow function for several at a time"
+    once = "--all-weights, which trains all of them, runs it once, before the first step"
     sentences = [
         facts.waits("replicate", "gradients", "a larger --batch sends gradients less often"),
         facts.waits("shard", "all-gathers and reduce-scatters", *shard_levers(facts)),
         facts.takes("data", "waits for data", on_disk, least=0.05),
+        facts.takes("reference", "runs the base", once),
+        facts.takes("sampling", "samples answers and rewards them", shorter, reuse, workers),
+        facts.takes("teacher", "runs the teacher", "a smaller teacher computes less"),
+        facts.takes("sampling and teacher", "samples answers and runs the teacher", shorter),
         facts.takes("optimizer", "updates weights", optimizer_lever(facts), least=0.15),
         facts.takes("other", "clips gradients, or waits for other ranks", seldom),
         *(technique.suggests(facts) for technique in (*ALWAYS_ASKED, *TECHNIQUES)),

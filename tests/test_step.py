@@ -16,6 +16,7 @@ from test_train import CONFIG, SIZES
 from bench import Comparison, work_of
 from config import DIMS, ParallelConfig, Work, flags_of
 from costs.page import holds, sends, sent_bytes
+from distill import Distillation, OnPolicy
 from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
 from perf import verdict as rules
@@ -26,6 +27,9 @@ from perf.verdict import EXPOSED, Facts, verdict
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from plumbing.processes import Process
+from preferences import Preferences
+from rewards import Rewards
+from runs.task import Task
 from techniques.optimizers import make_optimizer
 
 
@@ -214,6 +218,8 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (ZERO1, "optimizer", dict(peaks={"ddp": 9}), "--dp ddp sends only gradients, and a whole copy "
      "fits: 9 of 10 GB", "--optimizer"),
     (replace(DDP, optimizer="muon"), "optimizer", {}, "updates ... --optimizer adamw", "--dp"),
+    (DDP, "sampling", {}, "30 % of the step samples answers and rewards them: a smaller "
+     "--max-new-tokens", "computes"),
     (DDP, "", dict(on_gpu=True), "--compile", "--float8"),
     (DDP, "", dict(graph_breaks=2), "2 graph break(s)", "--compile"),
     (COMPILED, "", dict(mfu=0.52, on_gpu=True), "90 % of the step computes (forward 30 %, backward "
@@ -229,6 +235,12 @@ def test_sentences(parallel, part, given, said, unsaid):
     told = "\n".join(verdict(facts(parallel, shares, **given)))
     assert all(words in told for words in said.split(" ... ")), told
     assert unsaid not in told
+
+
+@pytest.mark.parametrize("task", [Task, Preferences, Rewards, Distillation, OnPolicy])
+def test_what_a_task_does_before_a_step_has_a_sentence(task):
+    (told,) = verdict(facts(shares={task.before_step: 0.3}))
+    assert told.startswith("30 % of the step ")
 
 
 # ------------------------------------------------------------------------------ the other commands
