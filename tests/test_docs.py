@@ -47,15 +47,20 @@ class Command(NamedTuple):
     launcher: list[str]  # torchrun's other flags; or perf/two_nodes.sh and the link's speed
 
 
-def shell_lines(page: Path) -> list[str]:
-    """Return the commands of a page: lines of bash blocks, and code spans that look like one."""
-    text = page.read_text()
+def block_lines(page: Path) -> list[str]:
+    """Return the lines of a page's bash blocks."""
     lines = []
     block = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    for found in block.findall(text):
+    for found in block.findall(page.read_text()):
         if not found.startswith("#!"):
             lines += found.replace("\\\n", " ").splitlines()
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return lines
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Return the commands of a page: lines of bash blocks, and code spans that look like one."""
+    lines = block_lines(page)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"`([^`]+)`", text):
         words = span.split()
         if len(words) > 1 and words[0] in ("torchrun", "python", "perf/two_nodes.sh", "time"):
@@ -127,6 +132,35 @@ def test_a_script_takes_the_flags(command):
             assert args.batch % data_ranks == 0, told
 
 
+def test_a_page_trains_where_the_readme_has_not():
+    """Who has run the README's commands can run a page's: no run of the same name is there."""
+    readme = []
+    for page in PAGES:
+        trained = [*readme]
+        for line in block_lines(page):
+            for command in parse(page, line):
+                if command.script in TRAINING:
+                    run = parsed_by(command.script, *command.arguments)
+                    assert run.resume or run.directory not in trained, command
+                    trained.append(run.directory)
+        readme = readme or trained
+
+
+def test_git_ignores_what_commands_write():
+    written = {"sums", "Modelfile", "wandb"}
+    for command in COMMANDS:
+        if command.script in SCRIPTS:
+            asked = parsed_by(command.script, *command.arguments)
+            given = [getattr(asked, name, None) for name in ("out", "target", "json")]
+            paths = {str(path) for path in given if path}
+            written |= {path for path in paths if not path.startswith("docs/")}  # which are kept
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", *written], cwd=ROOT,
+                             capture_output=True, text=True)  # fmt: skip
+    if ignored.returncode == 128:
+        pytest.skip("no git repository")
+    assert written == {*ignored.stdout.splitlines()}
+
+
 def test_the_numbers_of_the_slurm_script_fit_together():
     """Its ranks can share the batch; torchrun waits for a save, and gives up before Slurm does. The
     script goes on with the run where it stopped, and is valid Bash."""
@@ -170,7 +204,7 @@ def test_the_cell_for_notebooks_runs(corpus, tmp_path, capsys):
     succeed("train.py", *flags(corpus, out, steps=1))
     page = (ROOT / "docs/colab.md").read_text()
     (cell,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(cell.replace("out/tiny", str(out)), {})
+    exec(cell.replace("out/colab", str(out)), {})
     assert capsys.readouterr().out.startswith("torch.Size([1, 15, ")
 
 
