@@ -135,11 +135,14 @@ def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: 
 def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> LlamaConfig:
     """Return a configuration with these fields, which come from a file and are checked."""
     default = kind()
+    family = family_of(default)
     for name, value in fields.items():
-        own = getattr(default, name, None)
-        like = own if isinstance(own, int | float | str) else value
+        usual = getattr(default, name, None)
+        like = value if usual is None else usual
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
         above = -1 if name in own_fields(kind) else 0
+        if family.digest:  # a student's file, whose fields may be below 0
+            above = -limit
         fields[name] = file.checked(name, value, type(like), limit, above)
     try:
         config = kind(**fields)
@@ -147,8 +150,7 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
             raise ValueError("it has more than a quadrillion weights")
         return config
     except (TypeError, ValueError) as error:  # TypeError: there is no such field
-        family = family_of(default).name
-        raise UserError(f"{file.path} describes no {family} of these files: {error}")
+        raise UserError(f"{file.path} describes no {family.name} of these files: {error}")
 
 
 # ---------------------------------------------------------------------------------- Hugging Face

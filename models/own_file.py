@@ -5,19 +5,21 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from models.family import Family, families
+from models.family import Family, families, own_fields
 from plumbing.messages import UserError
 
 
 def load_file(path: str) -> Family:
     """Return the family of a student's file. A bare name is also looked for beside model.py.
 
-    Raises UserError if there is no such file, no MODEL with presets in it, or a class of layers
-    that no preset's model has: a Llama would be trained in its place."""
+    Raises UserError if there is no such file, no MODEL with presets in it, a class of layers that
+    no preset's model has (a Llama would be trained in its place), or a field that no checkpoint can
+    hold."""
     beside_model = Path(__file__).resolve().parent.parent / path
     file = next((file for file in (Path(path), beside_model) if file.is_file()), None)
     if file is None:
@@ -37,6 +39,17 @@ def load_file(path: str) -> Family:
     model = getattr(module, "MODEL", None)
     if not isinstance(model, Family) or not model.presets:
         raise UserError(f"{path} is no model: it needs MODEL = Family(...) with presets")
+    check_classes(path, module, model)
+    check_fields(path, model)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    family = replace(model, name=file.name, digest=digest)
+    families()[file.name] = family
+    return family
+
+
+def check_classes(path: str, module, model: Family) -> None:
+    """Raise UserError for a preset of another class than the family's, and for a class of layers
+    that no preset's model has."""
     for name, preset in model.presets.items():
         if type(preset) is not model.config:
             ours, theirs = model.config.__name__, type(preset).__name__
@@ -50,10 +63,6 @@ def load_file(path: str) -> Family:
             f"{path}: no preset's model has a {unused[0]}: name it in attention_type, "
             f"feed_forward_type, block_type or the configuration's build, or remove it"
         )
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    family = replace(model, name=file.name, digest=digest)
-    families()[file.name] = family
-    return family
 
 
 def unused_classes(module, model: Family) -> list[str]:
@@ -69,3 +78,18 @@ def unused_classes(module, model: Family) -> list[str]:
             if not any(issubclass(part, kind) for part in used):
                 found.append(name)
     return found
+
+
+def check_fields(path: str, model: Family) -> None:
+    """Raise UserError for a value of a field that a checkpoint could not give back."""
+    for preset in model.presets.values():
+        for name in sorted(own_fields(type(preset))):
+            if not can_be_kept(getattr(preset, name)):
+                problem = f"{path}: a checkpoint cannot hold {name} = {getattr(preset, name)!r:.50}"
+                raise UserError(f"{problem}: write a number below 2**31, a string or a bool")
+
+
+def can_be_kept(value: Any) -> bool:
+    """Return whether a checkpoint's config.json gives back this value of a field."""
+    is_number = isinstance(value, int | float) and -(2**31) < value < 2**31
+    return value is None or is_number or isinstance(value, str)

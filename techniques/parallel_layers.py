@@ -149,8 +149,8 @@ def gather(module: nn.Module, inputs: tuple) -> tuple:
 
 
 class OfHeads(ParallelStyle):
-    """For a module whose forward returns its `weight`, [H] or [KV], a number for each head: on each
-    rank it then returns those of the rank's heads."""
+    """For a module whose forward returns its `weight` [H], a number for each head: on each rank it
+    then returns those of the rank's heads."""
 
     weight_dim = 0
 
@@ -162,8 +162,7 @@ class OfHeads(ParallelStyle):
 
 REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
 NORM = SequenceParallel(use_local_output=False)
-# For a module of one input [B, T, heads, E] that treats heads alike, as a norm of queries or keys.
-HEAD_NORM = SequenceParallel(sequence_dim=2, use_local_output=True)
+HEAD_NORM = SequenceParallel(sequence_dim=2, use_local_output=True)  # of q, k [B, T, heads, E]
 COLUMNS = ColumnParallel()
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
 
@@ -185,10 +184,9 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
     for name in names:
         if name not in dims:
             remedy = (
-                "add its layer to PLAN in parallel.py: COLUMNS or ROWS if it is linear, NORM if it "
-                "acts on each token of the residual stream, that of tok_embeddings for another "
-                "embedding, HEAD_NORM if it treats heads alike, OfHeads() of "
-                "techniques/parallel_layers.py for a number for each head"
+                "add its layer to PLAN in parallel.py, or to plan of its file: COLUMNS or ROWS for "
+                "Linear, NORM for each token of the residual stream, that of tok_embeddings for an "
+                "embedding, OfHeads() of techniques/parallel_layers.py for a number for each head"
             )
             if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"

@@ -132,6 +132,38 @@ def test_a_file_is_found_again_or_missed_in_a_line(corpus, tmp_path):
     assert "warning: mine.py computes other logits from the same weights than the code" in told
 
 
+WITH_FIELDS = """
+from dataclasses import dataclass
+
+from model import LlamaConfig
+from models.family import Family
+
+
+@dataclass(frozen=True)
+class Config(LlamaConfig):
+    some: tuple | int = 2
+    slope: float = 1.0
+    window: int = 4
+
+
+TINY = Config(32, 1, 2, 1, 48, some=-1, slope=-2.5)
+MODEL = Family("mine", Config, {"tiny": TINY})
+"""
+
+
+def test_a_run_resumes_with_the_fields_of_a_students_file_that_it_began_with(corpus, tmp_path):
+    """Given as flags or not, and whatever is their kind."""
+    file = tmp_path / "mine.py"
+    file.write_text(WITH_FIELDS)
+    short = dict(seq_len=24, batch=8, eval_every=0, save_every=1)
+    run = "train.py", "--model", file, *as_flags(short | dict(data=corpus, out=tmp_path / "run"))
+    succeed(*run, "--steps=1", "--window=8")
+    succeed(*run, "--steps=2", "--window=8", "--resume")
+    refused(launch_script(*run, "--steps=3", "--resume"), "another model (window 8, not 4)")
+    file.write_text(WITH_FIELDS.replace("-2.5", "2.5"))
+    refused(launch_script(*run, "--steps=3", "--window=8", "--resume"), "(slope -2.5, not 2.5)")
+
+
 GEGLU = (CHANGES / "geglu.py").read_text()
 BAD_FILES = {
     "nothing": ("x = 1", "mine.py is no model: it needs MODEL = Family(...) with presets"),
@@ -140,6 +172,10 @@ BAD_FILES = {
         "from models.family import Family\nfrom model import LlamaConfig\n"
         "MODEL = Family('mine', LlamaConfig)",
         "mine.py is no model: it needs MODEL",
+    ),
+    "a tuple": (
+        WITH_FIELDS.replace("=-1", "=(1,)"),
+        "mine.py: a checkpoint cannot hold some = (1,): write",
     ),
     # With these slips a Llama would be trained.
     "another build": (

@@ -9,7 +9,7 @@ import pytest
 from conftest import CHANGES, changed_copy, launch, needs_2_13, refused, succeed
 from exact import assert_generation, assert_trained, case, train
 from test_models import flags
-from workers.train_cases import build
+from workers.train_cases import SIZES_OF_FILES, build
 
 from lora import targets_in
 
@@ -23,11 +23,6 @@ SPLITS = {  # of two ranks
 OF_EXPERTS = {"ep": dict(ep=2, replicate=2), "tp with ep": dict(tp=2, ep=2)}
 WITH_ADAPTERS = {"fsdp": dict(dp="fsdp", shard=2), "tp": dict(tp=2)}
 SIZES = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
-MORE_SIZES = {
-    "windowed.py": dict(window=4, full_every=2),
-    "shared_expert.py": dict(n_experts=4),
-    "nope.py": dict(rope_every=3),
-}
 NEEDS_A_MASK = {"cp": "need a mask: leave out --cp"}
 OTHER_OUTPUT = "first in forward: the output of layers."
 REFUSED = {  # change -> split -> part of the line that refuses it
@@ -47,7 +42,7 @@ pytestmark = [pytest.mark.slow, needs_2_13]
 
 
 def case_of(change: str, **parallel) -> dict:
-    config = SIZES | MORE_SIZES.get(change, {})
+    config = SIZES | SIZES_OF_FILES.get(change, {})
     if change in FILES:
         config["family"] = str(CHANGES / change)
     found = case(config, 2, **parallel) | dict(seq=16, steps=2)  # which --cp 2 divides

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from train_cases import BATCH, CLIP, batch_of, build, initialize
+from train_cases import BATCH, CLIP, SIZES_OF_FILES, batch_of, build, initialize
 
 import checkpoint
 from config import ParallelConfig
@@ -53,9 +53,10 @@ def main() -> None:
         name, _, route = work.rpartition(":")
         source, _, layout = route.rpartition(">")
         family = {"family": str(CHANGES / name)} if name else {}
+        sizes = SIZES_OF_FILES.get(name, {})
         parallel = ParallelConfig(**LAYOUTS[layout], dtype=torch.float64)
         world = with_mesh(process, parallel)
-        model = build(CONFIG | family)
+        model = build(CONFIG | family | sizes)
         runner = parallelize(model, world, initialize)
         optimizer = make_optimizer(model, world, lr=1e-2)
         if source:

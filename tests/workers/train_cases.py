@@ -224,6 +224,13 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     return sum(event.count for event in events if is_attention(event.key))
 
 
+SIZES_OF_FILES = {  # of tests/changes, so that each does what it is for on a few tokens
+    "windowed.py": dict(window=4, full_every=2),
+    "shared_expert.py": dict(n_experts=4),
+    "nope.py": dict(rope_every=3),
+}
+
+
 def config_of(values: dict) -> LlamaConfig:
     """Return a configuration from its fields, and "family" for another than Llama's: the name of a
     file of models/, or the path of a student's file."""
