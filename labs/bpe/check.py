@@ -192,8 +192,8 @@ def compared_ids(
     """Return whether words are encoded as by tiktoken."""
     text = f"those of tiktoken, of {len(words)} words"
     wanted = [reference.encode_ordinary(word.decode()) for word in words]
-    for word, one, other in zip(words, found, wanted):
-        if one != other:
-            text = f"{word} is {one}, and should be {other}"
-            break
+    differing = [row for row in zip(words, found, wanted) if row[1] != row[2]]
+    if differing:
+        word, one, other = min(differing, key=lambda row: len(row[0]))
+        text = f"{word} is {one}, and should be {other}"
     return Property(f"ids{name}", text, found == wanted, MISTAKES.get(name, ""), found)

@@ -26,6 +26,12 @@ BARRIER = (
 )
 
 
+BROKEN = {
+    "gloo": "The connection between ranks broke: one of them has ended, or they did not send what "
+    "others await."
+}
+
+
 class Report(NamedTuple):
     """What came out of a check on some number of ranks."""
 
@@ -174,7 +180,7 @@ def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tup
     message = re.sub(r"\[rank\d+\]:\[F.*?\.cpp:\d+\] ", "", error.message)
     raised = f"{error.kind}: {message}"
     sentence = swapped_tensors(ended.calls[error.rank], error.line) or next(
-        (text for part, text in known.items() if part in error.message), ""
+        (text for part, text in (known | BROKEN).items() if part in error.message), ""
     )
     failed = f"  rank {error.rank} failed{where}"
     lines = [*wrapped(parted), failed, *wrapped(raised), *wrapped(sentence)]
@@ -276,7 +282,12 @@ def where_they_parted(ended: Ended) -> str:
     """Return why ranks wait for ever, as far as their calls show it (labs/hang finds who)."""
     if elsewhere := [rank for rank in range(len(ended.calls)) if is_elsewhere(ended, rank)]:
         rank = elsewhere[0]
-        return f"Rank {rank} does not come out of line {ended.lines[rank]}.{busy()}"
+        stays = f"Rank {rank} does not come out of line {ended.lines[rank]}"
+        if True in ended.returned:  # what a library calls for a student's line is not noted
+            gone = ended.returned.index(True)
+            stays += f", and rank {gone} has returned: does it wait for what rank {gone} left out"
+            return f"{stays}?{busy()}"
+        return f"{stays}.{busy()}"
     if not any(ended.calls):
         return f"No rank has called torch.distributed: does a loop not end?{busy()}"
     waiting = {calls[-1].name for calls, returned in zip(ended.calls, ended.returned)

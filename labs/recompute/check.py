@@ -38,6 +38,10 @@ HINTS = (
     "A Function whose forward saves x alone. In backward: x without its graph, the random state of "
     "then, the same forward with gradients enabled, and torch.autograd.backward of its result.",
 )
+ERRORS = {
+    "Connection": "Ranks did not send alike in backward. FSDP sends the gradients of a block on "
+    "all ranks, zeros, too: recompute, and run backward, whatever the gradient is."
+}
 DROPOUT = 0.2
 LEFT = (
     "Activations stay in memory after backward, for ever: a tensor of the second forward holds its "

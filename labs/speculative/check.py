@@ -116,8 +116,11 @@ def ways_of(speculate: Callable, seed: int, name: str, context: list[int]) -> It
             return
         draws = Draws(left.pop())
         models = draws.counted("large", large), draws.counted("draft", draft)
-        given = *models, list(context), CASES[name][0], draws.choose, draws.accept
+        text = list(context)
+        given = *models, text, CASES[name][0], draws.choose, draws.accept
         tokens = check_returned(speculate(*given), list, "a list of tokens")
+        if text != context:
+            raise Misuse("`tokens` is changed. It belongs to the caller: work on a copy.")
         check_returned(tuple(tokens), (int,) * len(tokens), "a list of integers")
         left += draws.others
         yield Way(tokens, draws.probability, (draws.calls["large"], draws.calls["draft"]))
