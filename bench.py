@@ -340,7 +340,7 @@ def equal(run: Pretraining) -> str:
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
         world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
         optimizer = make_optimizer(model, world, job.lr, run.weight_decay, run.betas)
-        return train.update(optimizer, loss, batch.count(), batch.text_bytes, 1.0, world, step=1)
+        return train.update(optimizer, loss, batch.count(), [0] * 3, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     first = compare_steps(job.whole.config, job.initialize, whole, own, world, accumulate, update)

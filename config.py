@@ -353,6 +353,8 @@ class Totals:
     loss: float  # the sum of the losses of all target tokens, in nats; or what else a task adds up
     count: int  # the divisor of the loss: the target tokens, or the pairs or answers of a task
     text_bytes: int  # bytes of text that the target tokens stand for
+    tokens: int = 0  # of a step, without padding
+    flops: int = 0  # to train on them
     grad_norm: float = 0.0
     signal: int = 0  # the largest number of a signal that a rank received; 0: the run goes on
 

@@ -230,10 +230,6 @@ class Windows(ConcatDataset):
             checksum = zlib.crc32(np.ascontiguousarray(file[::stride]), checksum)
         return checksum
 
-    def tokens_in(self, rows: list[int]) -> int:
-        """Return how many tokens some windows have."""
-        return len(rows) * self.seq_len
-
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
@@ -246,13 +242,19 @@ class Windows(ConcatDataset):
         targets[is_padding] = IGNORE
         text_bytes = self.tokenizer.count_bytes(targets)
         positions = None
+        lengths = [self.seq_len] * len(rows)
         if self.document_mask:
             column = np.arange(self.seq_len)  # [T]
             starts = np.where(tokens == self.tokenizer.bos, column, 0)  # [B, T]
             # The last start at or before a token is where its document begins.
             start = np.maximum.accumulate(starts, axis=1)
             positions = torch.from_numpy(column - start)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
+            # A document ends where the next one starts, and the last one with the batch.
+            firsts = np.flatnonzero(column == start)
+            lengths = np.diff(firsts, append=start.size).tolist()
+        tokens = torch.from_numpy(tokens)
+        targets = torch.from_numpy(targets)
+        return Batch(tokens, targets, positions, text_bytes, lengths)
 
 
 def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:

@@ -175,9 +175,6 @@ class OnPolicy(Distillation):
         self.answered = answers.answered(self, *answers.prompts_of_evaluation(self))
         return [self.answered.batch]
 
-    def tokens(self, steps: Steps, step: int) -> int:
-        return self.answered.tokens
-
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         return super().finish_measures(totals) | self.answered.measured
 

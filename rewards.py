@@ -226,7 +226,6 @@ class Rewards(Task):
         set_loss_of_each_target(self.job.model)  # its forward returns -log p [B, T], 0 of prompts
         # Ranks take a step's answers in turn: every data_size-th answer is this rank's.
         self.own = slice(self.world.data_rank, None, self.world.parallel.data_size)
-        self.tokens_of_step = 0
         self.sums = Counter()  # of `loss` over tokens, by name, since the last finish_measures
         # The largest |log p - log p in sampling| of a token since then: by the weights of now, and
         # by those that drew it, where only rounding can make them differ.
@@ -293,8 +292,6 @@ class Rewards(Task):
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
-        lengths = [len(ids) + len(answer) for (ids, _), answer in zip(asked, answers)]
-        self.tokens_of_step = sum(lengths) - len(lengths)  # the last is a target only
         rows = Answers(
             [ids for ids, _ in asked[self.own]],
             sampled.answers,
@@ -422,9 +419,6 @@ class Rewards(Task):
 
     def count(self, batch: Batch) -> Tensor:
         return batch.target_values["begins"].sum()  # the number of answers
-
-    def tokens(self, steps: Steps, step: int) -> int:
-        return self.tokens_of_step
 
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return what was measured of the last answers. Raise UserError on all ranks if the model

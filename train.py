@@ -128,11 +128,11 @@ def train(task: Task, runner: nn.Module) -> bool:
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
             for part in task.parts(batch):  # one, but for rewards.py --updates
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
-                count, text_bytes = task.count(part), part.text_bytes
-                totals = update(optimizer, loss, count, text_bytes, run.clip, world, step)
-            tokens = task.tokens(steps, step)
+                totals = update(
+                    optimizer, loss, task.count(part), task.sizes(part), run.clip, world, step
+                )
             measures = task.finish_measures(totals)
-            metrics = recorder.measure(step, totals, lr, tokens, measures)
+            metrics = recorder.measure(step, totals, lr, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal:
                 break
@@ -218,7 +218,7 @@ def update(
     optimizer: Optimizer,
     loss: Tensor,
     count: Tensor,
-    text_bytes: int,
+    sizes: list[int],
     clip: float,
     world: World,
     step: int,
@@ -227,25 +227,23 @@ def update(
     take an optimizer step.
 
     `loss` is the sum over this rank's batch, `count` the number of its target tokens, or of what
-    else a task divides by, and `text_bytes` are those of its targets. Microbatches and ranks may
-    have different numbers of targets. So we add up sums, and divide once by the number of targets
-    of the whole batch: a mean of means would weight tokens unequally. labs/mean shows the
-    difference.
+    else a task divides by, and `sizes` are bytes of text, tokens and FLOPs, to be added up over
+    ranks. Microbatches and ranks may have different numbers of targets. So we add up sums, and
+    divide once by the number of targets of the whole batch: a mean of means would weight tokens
+    unequally. labs/mean shows the difference.
     The all-gather also tells all ranks which signal asks one of them to end.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     # Of a gradient that n ranks hold alike each counts 1/n: the sum over all ranks is the square.
     gradients, squared_norm_share = own_gradients(optimizer, world.size)
     signal = plumbing.endings.asked_to_end()
-    rows = world.all_gather_scalars([loss, count, text_bytes, squared_norm_share, signal])
-    losses, _, _, shares, signals = rows.unbind(1)  # [ranks] each
-    total_loss, total_count, total_bytes, *_ = rows.sum(0)
+    rows = world.all_gather_scalars([loss, squared_norm_share, signal, count, *sizes])
+    losses, shares, signals, *_ = rows.unbind(1)  # [ranks] each
     # Ranks along tp repeat the loss and the targets. Ranks along pp repeat the targets, but only
     # the last one has a loss.
     parallel = world.parallel
-    copies = parallel.tp * parallel.pp  # of the targets
-    total_loss = total_loss / parallel.tp
-    total_count = total_count / copies
-    total_bytes = total_bytes / copies
+    total_loss = losses.sum() / parallel.tp
+    counts = rows[:, 3:].sum(0) / (parallel.tp * parallel.pp)  # of targets, then the sizes
+    total_count = counts[0]
 
     # DDP and FSDP have divided the sum of gradients by n, the ranks with different tokens. We want
     # the sum / targets, so multiply by n / targets.
@@ -258,15 +256,15 @@ def update(
     # An update waits for the device only here, to see before the optimizer's step that all is
     # finite. `health` is not finite if a loss or a gradient is not, or if there are no targets.
     health = (losses + shares).sum() / total_count
-    values = [total_loss, total_count, total_bytes, norm, signals.max(), health]
-    total_loss, total_count, total_bytes, norm, signal, health = torch.stack(values).tolist()
+    values = [total_loss, norm, signals.max(), health, *counts]
+    total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     # By default Muon from scratch, else AdamW; weights of matrices decay, no others
     # (techniques/optimizers.py). Ranks may communicate.
     optimizer.step()
     zero_gradients(optimizer, world)
-    return Totals(total_loss, round(total_count), round(total_bytes), norm, round(signal))
+    return Totals(total_loss, *map(round, counts), norm, round(signal))
 
 
 def learning_rate(step: int, last: int, peak: float, run: Run) -> float:

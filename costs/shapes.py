@@ -123,8 +123,10 @@ def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list
     return [min(times * window or seq_len, seq_len) for window in windows]
 
 
+@functools.lru_cache(1 << 14)
 def flops_per_token(model: Llama, seq_len: int) -> int:
-    """Return the floating-point operations to train on one token.
+    """Return the floating-point operations to train on one token of a text, of which seq_len tokens
+    attend to each other: a sequence, or a document.
 
     Per weight of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
     trainable, 2 for its own gradient. Attention takes 4 H E per layer and token attended to, for

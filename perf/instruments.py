@@ -299,7 +299,7 @@ class Training:
             self.optimizer,
             loss,
             self.count_of(batch),
-            batch.text_bytes,
+            [0] * 3,
             self.clip,
             self.world,
             step=1,
@@ -363,7 +363,7 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, None, text_bytes=1)
+    return Batch(inputs, targets, None, 1)
 
 
 def fill_randomly(model: Llama) -> None:
@@ -450,7 +450,7 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     model = copy.deepcopy(work.model)
     parallel = world.parallel
     tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
-    batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
+    batch = share_sequences(Batch(tokens, tokens, None, 1), world)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if needs_real_tensors(parallel):
         mode = contextlib.nullcontext()

@@ -259,7 +259,6 @@ class Answered(NamedTuple):
     """This rank's share of a step's answers, and what is known of those of all ranks."""
 
     batch: Batch  # whose targets are the tokens of answers
-    tokens: int  # that a model computes
     measured: dict[str, float]
     shown: str  # the first prompt with its answer
 
@@ -277,17 +276,16 @@ def answered(
     answers = sample(job.model, prompts, numbers[own], task.run, stop, world).answers
     counted = len(asked) if counted is None else counted
     samples = []
-    ended = length = tokens = 0
+    ended = length = 0
     for i, prompt, answer in zip(range(len(asked))[own], prompts, answers):
         is_counted = i < counted
         is_target = [False] * len(prompt) + [is_counted] * len(answer)
         samples.append((prompt + answer, is_target))
         ended += is_counted and answer[-1] in stop
         length += is_counted * len(answer)
-        tokens += len(prompt) + len(answer) - 1  # the last is a target only
-    sums = world.all_gather_scalars([ended, length, tokens]).sum(0)
+    sums = world.all_gather_scalars([ended, length]).sum(0)
     copies = world.size / world.parallel.data_size  # ranks that have the same answers
-    ended, length, tokens = (sums / copies).tolist()
+    ended, length = (sums / copies).tolist()
     measured = {
         "end": ended / counted,
         "length": length / counted,
@@ -296,4 +294,4 @@ def answered(
     rows = Rows(samples, job.tokenizer)
     batch = batch_of(rows, range(len(rows)), world)
     ids, _ = samples[0]
-    return Answered(batch, round(tokens), measured, f"--- {job.tokenizer.decode(ids)}\n---")
+    return Answered(batch, measured, f"--- {job.tokenizer.decode(ids)}\n---")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from config import ParallelConfig, Totals, Work
 from costs.page import Traffic, sends, sent_bytes
-from costs.shapes import flops_per_token, peak_flops
+from costs.shapes import peak_flops
 from files.directories import lock_directory
 from models.family import family_of
 from parallel import World, used_techniques
@@ -45,7 +45,7 @@ class Recorder(contextlib.AbstractContextManager):
     ):
         """Continue a record after the steps that are done: remove later ones, which will run again.
         OUT/config.json has what was asked as "flags", and beside it the `facts`."""
-        self.run, self.world, self.work, self.steps = run, world, work, steps
+        self.run, self.world, self.steps = run, world, steps
         self.has_warned = False  # that the metrics cannot be written
         out = run.directory
         self.profiler = start_profiler(out / f"trace-{world.rank}.json") if run.profile else None
@@ -75,23 +75,19 @@ class Recorder(contextlib.AbstractContextManager):
         if not error:  # after an error, ranks still need to know which of them is behind
             note_step(None)
 
-    def measure(
-        self, step: int, totals: Totals, lr: float, tokens: int, measures: dict[str, float]
-    ) -> dict:
-        """Return the metrics of a step that has just ended: its `tokens` are those of all ranks,
-        its `measures` the task's. Print those of the first, the last and every tenth step."""
+    def measure(self, step: int, totals: Totals, lr: float, measures: dict[str, float]) -> dict:
+        """Return the metrics of a step that has just ended, with the task's `measures`. Print those
+        of the first, the last and every tenth step."""
         now, steps = time.perf_counter(), self.steps
         if self.profiler:
             self.profiler.step()
         seconds = now - self.step_started
         note_step(step, seconds)
-        self.tokens += tokens
-        tokens_per_second = tokens / seconds
+        self.tokens += totals.tokens
+        tokens_per_second = totals.tokens / seconds
         mfu = None
         if self.peak_flops:
-            length = round(tokens / self.work.batch)  # of a row, without padding
-            flops = flops_per_token(self.work.model, length) * tokens_per_second
-            mfu = flops / self.world.size / self.peak_flops
+            mfu = totals.flops / seconds / self.world.size / self.peak_flops
         metrics = {
             "step": step,
             "loss": totals.mean_loss,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from config import Totals, Work
 from costs.search import fits_unsharded
+from costs.shapes import flops_per_token
 from data import local_batch, read_ahead
 from parallel import World, weights_gathered
 from plumbing.escaped import IN_LINES
@@ -82,10 +83,11 @@ class Task:
         """Return by what a step divides its loss: the number of targets of this rank's batch."""
         return batch.count()
 
-    def tokens(self, steps: Steps, step: int) -> int:
-        """Return how many tokens a step trains on, over all ranks; padding is none."""
-        train_set = self.job.train_set
-        return train_set.tokens_in(steps.order.rows(step, train_set.sources))
+    def sizes(self, batch: Batch) -> list[int]:
+        """Return the bytes of text of this rank's batch, its tokens, and the FLOPs to train on
+        them."""
+        flops = sum(n * flops_per_token(self.work.model, n) for n in batch.lengths)
+        return [batch.text_bytes, sum(batch.lengths), flops]
 
     def finish_measures(self, totals: Totals) -> dict[str, float]:
         """Return by name what is recorded of a step or an evaluation beside its loss, and begin

@@ -212,6 +212,7 @@ def share_sequences(batch: Batch, world) -> Batch:
         *own,
         target_values={name: own_tokens(t, rank, n) for name, t in batch.target_values.items()},
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
+        lengths=batch.lengths if rank == 0 else (),
         starts=document_starts(positions),
         all_positions=positions,
         mesh=mesh,

@@ -384,6 +384,9 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
         has_target = batch.targets != IGNORE
         assert has_target.sum().item() == 5 * T
     assert trained.text_bytes == evaluated.text_bytes
+    lengths = windows.batch([*range(len(windows))]).lengths
+    assert sum(lengths) == 5 * T and sorted(lengths) == sorted(evaluated.lengths)
+    assert len(lengths) == (10 if masked else 5)
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 13), (2, 25), (0.5, 7)])

@@ -8,21 +8,30 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import like
+from torch.utils.flop_counter import FlopCounterMode
 from workers.train_cases import batch_of
 
 import text.batch as batch_py
-from config import ParallelConfig
+from config import ParallelConfig, Totals
+from data import Windows
 from model import Attention, Llama, LlamaConfig, document_mask
 from plumbing.messages import UserError
+from runs import records
 from runs.changed import check_documents
+from runs.task import Task
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch, Documents
+from text.packing import Packed, Rows
+from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(64, 2, 4, 2, 64, vocab_size=101)
 CPU = torch.device("cpu")
+BYTES = load_tokenizer("bytes")
 
 
 def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, enable_gqa):
@@ -171,3 +180,68 @@ def test_dropout_that_a_kernel_lacks_is_refused(with_kernel, monkeypatch):
     check_documents(CONFIG, world)
     with pytest.raises(UserError, match="attend has dropout"):
         check_documents(CONFIG, world, packed=True)
+
+
+# ------------------------------------------------------------------------------------------ FLOPs
+
+
+def rows_of(kind: str) -> tuple[Windows | Packed, list[list[int]]]:
+    """Return data of three rows, and the texts in them, none of which attends to another."""
+    draw = np.random.default_rng(0)
+    if kind in ("windows", "documents"):
+        tokens = draw.integers(0, 256, 61, dtype=np.uint16)
+        tokens[[0, 3, 24, 40, 41]] = BYTES.bos
+        windows = Windows([tokens], 20, BYTES, document_mask=kind == "documents")
+        borders = [0, 20, 40, 60]
+        if kind == "documents":
+            borders = [0, 3, 20, 24, 40, 41, 60]
+        return windows, [tokens[a:b].tolist() for a, b in itertools.pairwise(borders)]
+    samples = []
+    for length in (20, 2, 7, 14, 5, 9)[: 3 if kind == "rows" else None]:
+        ids = draw.integers(0, 256, length + 1).tolist()
+        samples.append((ids, [False] + [True] * length))
+    rows = Rows(samples, BYTES) if kind == "rows" else Packed(samples, 23, BYTES)
+    assert len(rows) == 3
+    return rows, [ids[:-1] for ids, _ in samples]
+
+
+@pytest.mark.parametrize("kind", ["windows", "documents", "packed", "rows"])
+def test_flops_of_a_batch_are_those_of_its_texts(kind):
+    """Each by itself in a model, under PyTorch's counter. A window leaves out what is before it."""
+    rows, texts = rows_of(kind)
+    model = Llama(replace(CONFIG, n_kv_heads=4, vocab_size=BYTES.vocab_size))
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with plain, FlopCounterMode(display=False) as counter:
+        for ids in texts:
+            tokens = torch.tensor([ids])
+            model(tokens, targets=tokens).backward()
+    expected = counter.get_total_flops()
+    batch = rows.batch([0, 1, 2])
+    assert 0 < sum(map(len, texts)) <= batch.tokens.numel()
+
+    def sizes(model: Llama) -> list[int]:
+        work = SimpleNamespace(model=model)
+        return Task(None, None, None, work, None).sizes(batch)
+
+    assert sizes(model) == [batch.text_bytes, sum(map(len, texts)), expected]
+    in_windows = Llama(like(model.config, "olmo3", window=6, full_every=2))
+    full = Llama(like(model.config, "olmo3", window=64, full_every=2))
+    left_out = sum(12 * model.config.q_dim * len(ids) * max(len(ids) - 6, 0) for ids in texts)
+    assert sizes(full)[2] - sizes(in_windows)[2] == left_out > 0
+
+
+def test_mfu_is_of_what_all_ranks_computed(monkeypatch):
+    monkeypatch.setattr(records, "note_step", lambda *_: None)
+    recorder = SimpleNamespace(
+        steps=SimpleNamespace(done=0, last=9),
+        world=SimpleNamespace(size=4, device=CPU),
+        profiler=None,
+        tokens=5,
+        peak_flops=1e12,
+        step_started=0.0,
+    )
+    totals = Totals(2.0, 3, 0, tokens=600, flops=8 * 10**12)
+    metrics = records.Recorder.measure(recorder, 2, totals, 1e-3, {})
+    assert metrics["mfu"] * metrics["seconds"] == pytest.approx(2)  # 8 TFLOPs by 4 TFLOP/s
+    assert metrics["tokens_per_second"] * metrics["seconds"] == pytest.approx(600)
+    assert metrics["tokens"] == 605

@@ -53,6 +53,8 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
+    # The tokens of each document; without document mask, of each sequence. Padding is left out.
+    lengths: Collection[int] = ()
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
     # What a task's loss has to know of each target, by name: [B, T] each.
     target_values: dict[str, Tensor] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Batch:
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Return microbatches of `size` sequences, the last of which may have fewer. Their
-        `text_bytes` are those of the whole batch."""
+        `text_bytes` and `lengths` are those of the whole batch."""
         parts = []
         for start in range(0, len(self.tokens), size):
             rows = slice(start, start + size)

@@ -94,19 +94,13 @@ class Packed:
         """Return a checksum of all ids, to notice when nodes have different files."""
         return zlib.crc32(np.concatenate([ids for ids, _ in self.samples]))
 
-    def tokens_in(self, rows: list[int]) -> int:
-        """Return how many tokens some rows have; padding is none."""
-        total = 0
-        for row in rows:
-            total += sum(len(self.samples[sample][0]) - 1 for sample in self.rows[row])
-        return total
-
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the rows of these indices; None makes a row without targets."""
         shape = len(indices), self.seq_len  # [B, T]
         tokens = np.full(shape, self.pad)
         targets = np.full(shape, IGNORE)
         positions = np.zeros(shape, dtype=np.int64)
+        lengths = []
         for b, row in enumerate(indices):
             start = 0
             for sample in [] if row is None else self.rows[row]:
@@ -116,13 +110,14 @@ class Packed:
                 tokens[b, start:end] = ids[:-1]
                 targets[b, start:end] = np.where(is_target[1:], ids[1:], IGNORE)
                 positions[b, start:end] = np.arange(end - start)
+                lengths.append(end - start)
                 start = end
             positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
         text_bytes = self.tokenizer.count_bytes(targets)
         rows = [row or 0 for row in indices]
         values = {name: value[rows] for name, value in self.target_values.items()}
         tensors = map(torch.from_numpy, (tokens, targets, positions))
-        return Batch(*tensors, text_bytes, target_values=values)
+        return Batch(*tensors, text_bytes, lengths, target_values=values)
 
 
 class Rows(Packed):
