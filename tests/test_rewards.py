@@ -239,6 +239,25 @@ def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, fami
     refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        slow(dict(ep=2, tp=2)),
+        slow(dict(ep=2, pp=2, schedule="gpipe", microbatch=2)),
+        slow(dict(ep=2, cp=2)),
+    ],
+)
+def test_ranks_that_share_experts_sample_together(given_experts, tmp_path, family, mesh):
+    """Though their answers end at different times. A dimension beside ep is no other group."""
+    given = given_experts[family] | dict(all_weights=True, max_new_tokens=12)
+    succeed(*command(given, tmp_path / "one"))
+    succeed(*command(given, tmp_path / "four", **mesh), nproc=4)
+    same_run(tmp_path / "four", tmp_path / "one", step=4)
+    ended = [row["end"] for row in metrics(tmp_path / "one")]
+    assert 0 < sum(ended) < len(ended)
+
+
 def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
     """As a student may write it: training could not replay what it has chosen."""
     edits = {"experts = self.best(ranking)": "experts = ranking.topk(self.top_k).indices"}
