@@ -19,9 +19,10 @@ below 2^-6 and 2^-14 there are fewer bits.
     mxfp8        each 32 of the numbers that are summed: a power of two (OCP Microscaling)
 
 Factors follow the numbers of each product: there is nothing to tune or to save. Under tensor
-parallelism ranks all-reduce the largest numbers over tp, two all-reduces a layer, to round as one
-process does (mxfp8 needs none). Chunks of --async-tp, microbatches and data ranks have their own
-factors. Without a GPU for it, the rounded numbers are multiplied in float32 or float64.
+parallelism ranks all-reduce the largest numbers over tp to round as one process does, in one call
+for both operands of a product (mxfp8 needs none). Chunks of --async-tp, microbatches and data ranks
+have their own factors. Without a GPU for it, the rounded numbers are multiplied in float32 or
+float64.
 
 torchao is the library to use instead. Left out here: FSDP's all-gathers in 8 bits (ours send
 bfloat16, twice the bytes), the factors of all weights in one pass after the optimizer's step (each
@@ -64,35 +65,46 @@ def has_float8(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
     return recipe in float8_recipes(torch.cuda.get_device_capability(device))
 
 
-def factor_of(x: Tensor, format: torch.dtype, recipe: str, group=None) -> Tensor:
-    """Return the factor that brings the largest numbers of a matrix [m, k] to, or near, the largest
-    of a format: float32, [] tensorwise, [m, 1] rowwise, [m, k] of blocks. `group`: ranks that have
-    other parts of what a factor is for."""
-    largest = torch.finfo(format).max
-    if recipe == "mxfp8":
-        blocks = x.float().unflatten(1, (-1, BLOCK))
-        amax = blocks.abs().amax(-1, keepdim=True)
-        exponent = torch.log2(amax.double() / largest).ceil().clamp(min=-127)  # of 1 / factor
-        return torch.exp2(-exponent).float().expand(-1, -1, BLOCK).flatten(1)
+def largest_of(x: Tensor, recipe: str) -> Tensor:
+    """Return the largest magnitudes in a matrix [m, k]: [] tensorwise, [m, 1] rowwise, and
+    [m, k / BLOCK, 1] of blocks."""
     if recipe == "tensorwise":
-        amax = x.abs().amax()
-    else:
-        amax = x.abs().amax(1, keepdim=True)
-    if group is not None:
-        reduced = collectives.all_reduce(amax, "max", group)
-        amax = collectives.wait_tensor(reduced)
-    return (largest / amax.double().clamp(min=2.0**-100)).float()  # at most 2^116
+        return x.abs().amax()
+    if recipe == "rowwise":
+        return x.abs().amax(1, keepdim=True)
+    return x.float().unflatten(1, (-1, BLOCK)).abs().amax(-1, keepdim=True)
 
 
-def rounded(x: Tensor, format: torch.dtype, recipe: str, group=None, factor=None) -> tuple:
-    """Return the codes of a matrix [m, k] in 8 bits, and the factor by which it was multiplied: one
-    that is known, or its factor_of."""
-    if factor is None:
-        factor = factor_of(x, format, recipe, group)
-    largest = torch.finfo(format).max
-    # Beyond the largest, codes would be NaN. An infinite x is: it makes the factor 0.
-    codes = (x.float() * factor).clamp(-largest, largest).to(format)
-    return codes, factor
+def factor_of(largest: Tensor, format: torch.dtype, recipe: str) -> Tensor:
+    """Return the factors, in float32, that bring the largest numbers to, or near, the largest of a
+    format; those of a block are repeated for all of its numbers, [m, k]."""
+    largest = largest.double()
+    limit = torch.finfo(format).max
+    if recipe == "mxfp8":
+        exponent = torch.log2(largest / limit).ceil().clamp(min=-127)  # of 1 / factor
+        return torch.exp2(-exponent).float().expand(-1, -1, BLOCK).flatten(1)
+    return (limit / largest.clamp(min=2.0**-100)).float()  # at most 2^116
+
+
+def codes_of(x: Tensor, format: torch.dtype, factor: Tensor) -> Tensor:
+    """Return a matrix [m, k], times a factor, in 8 bits."""
+    limit = torch.finfo(format).max
+    # Beyond the limit, codes would be NaN. An infinite x is: it makes the factor 0.
+    return (x.float() * factor).clamp(-limit, limit).to(format)
+
+
+def rounded(operands: list[tuple], recipe: str, group=None) -> list[tuple[Tensor, Tensor]]:
+    """Return the codes of each operand, a matrix [m, k] and a format, and its factors. `group`:
+    ranks that have other parts of what a factor is for."""
+    largest = [largest_of(x, recipe) for x, _ in operands]
+    if group is not None and recipe != "mxfp8":
+        reduced = collectives.all_reduce_coalesced(largest, "max", group)
+        largest = [collectives.wait_tensor(numbers) for numbers in reduced]
+    found = []
+    for (x, format), numbers in zip(operands, largest):
+        factor = factor_of(numbers, format, recipe)
+        found.append((codes_of(x, format, factor), factor))
+    return found
 
 
 def product(a8: tuple, b8: tuple, recipe: str, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -135,14 +147,14 @@ class Float8Product(torch.autograd.Function):
         in_group, out_group = groups
         ctx.recipe = recipe
         ctx.out_group = out_group
-        x8 = rounded(x, E4M3, recipe, in_group)
+        # Tensorwise, codes of W serve both of its products, and need the largest number of all of
+        # W. (Then the largest of x is all-reduced, too. Ranks of out_group have the same x.)
+        group = in_group or out_group if recipe == "tensorwise" else in_group
+        x8, weight8 = rounded([(x, E4M3), (weight, E4M3)], recipe, group)
         if recipe == "tensorwise":
-            # Codes that serve both products of W need the largest number of all of W.
-            weight8 = rounded(weight, E4M3, recipe, in_group or out_group)
             _, weight_factor = weight8
             ctx.save_for_backward(weight, weight_factor, *x8)
         else:
-            weight8 = rounded(weight, E4M3, recipe, in_group)
             ctx.save_for_backward(weight, None, x, None)
         return product(x8, weight8, recipe, x.dtype, fast=True)  # GEMM 1: y = x Wᵀ, over in
 
@@ -152,16 +164,19 @@ class Float8Product(torch.autograd.Function):
         weight, weight_factor, x, x_factor = ctx.saved_tensors
         recipe = ctx.recipe
         format = E4M3 if recipe == "mxfp8" else E5M2
-        grad8 = rounded(grad, format, recipe, ctx.out_group)
-        weight8 = rounded(weight.T, E4M3, recipe, ctx.out_group, weight_factor)
+        if recipe == "tensorwise":
+            [grad8] = rounded([(grad, format)], recipe, ctx.out_group)
+            weight8 = codes_of(weight.T, E4M3, weight_factor), weight_factor
+        else:
+            operands = [(grad, format), (weight.T, E4M3)]
+            grad8, weight8 = rounded(operands, recipe, ctx.out_group)
         x_grad = product(grad8, weight8, recipe, grad.dtype)  # GEMM 2: dx = g W, over out
         if recipe == "tensorwise":
             grad_codes, grad_factor = grad8
-            x8 = x.T, x_factor
             grad8 = grad_codes.T, grad_factor
+            x8 = x.T, x_factor
         else:
-            x8 = rounded(x.T, E4M3, recipe)
-            grad8 = rounded(grad.T, format, recipe)
+            grad8, x8 = rounded([(grad.T, format), (x.T, E4M3)], recipe)
         weight_grad = product(grad8, x8, recipe, grad.dtype)  # GEMM 3: dW = gᵀ x, over n
         return x_grad, weight_grad, None, None
 
@@ -243,22 +258,24 @@ def refuses(work) -> str:
 
 
 def sends(model: Llama, work) -> Iterator[tuple]:
-    """Ranks all-reduce largest numbers in forward where each has a part of the input features (wo,
-    w2), in backward elsewhere; but tensorwise, those of a weight always in forward."""
+    """Ranks all-reduce the largest numbers of both operands: in forward where each has a part of
+    the input features (wo, w2), in backward elsewhere. Tensorwise, those of a weight are needed in
+    forward, and x's go with them; backward then needs the gradient's alone."""
     parallel = work.parallel
     m, w = work.microbatches, parallel.weight_bytes
     if parallel.float8 == "mxfp8" or parallel.async_tp:
         return
     forwards = m * (2 if parallel.repeats_attention else 1)  # else the numbers are saved
     for name, layer in layers_in_8_bits(model, parallel).items():
-        if writes_to_stream(model, name):  # a rank has some of the input features
-            calls, width = forwards, layer.out_features
-        else:
-            calls, width = m, layer.in_features
+        has_part_of_inputs = writes_to_stream(model, name)
         if parallel.float8 == "tensorwise":
-            yield "tp", "all-reduce", calls + forwards, w
-        else:  # of each token, and of each row or column of the weight
-            yield "tp", "all-reduce", 2 * calls, (work.tokens + width) / 2 * w
+            yield "tp", "all-reduce", forwards, 2 * w
+            if not has_part_of_inputs:
+                yield "tp", "all-reduce", m, w
+        elif has_part_of_inputs:  # one for each token, and for each row or column of the weight
+            yield "tp", "all-reduce", forwards, (work.tokens + layer.out_features) * w
+        else:
+            yield "tp", "all-reduce", m, (work.tokens + layer.in_features) * w
 
 
 def about(model: Llama, world) -> str:

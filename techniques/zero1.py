@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from model import Llama
 from plumbing.shards import chunk_of
@@ -95,10 +95,21 @@ def suggests(facts) -> str:
 
 def all_gather_updates(model: Llama, *_) -> None:
     """After an optimizer's step, all-gather each parameter from the slices that the ranks have
-    updated."""
+    updated. While one is copied, the next arrives: no more than two are whole twice."""
+    before = None  # a parameter, and its new value, which arrives
     for parameter in model.parameters():
         if hasattr(parameter, "optimizer_slice"):
-            parameter.data.copy_(parameter.optimizer_slice.detach().full_tensor())
+            updated = parameter.optimizer_slice.detach()
+            arriving = updated.redistribute(placements=[Replicate()], async_op=True)
+            finish(before)
+            before = parameter, arriving
+    finish(before)
+
+
+def finish(arrival: tuple[Tensor, DTensor] | None) -> None:
+    if arrival:
+        parameter, value = arrival
+        parameter.data.copy_(value.to_local())
 
 
 TECHNIQUE = Technique("dp", refuses=refuses, suggests=suggests, value="zero1")

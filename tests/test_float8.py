@@ -30,7 +30,7 @@ def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     magnitudes = torch.logspace(-6, 6, 48)
     x = torch.randn(48, 64) * magnitudes[:, None]
     x[3] = 0
-    codes, factor = rounded(x, format, recipe)
+    [(codes, factor)] = rounded([(x, format)], recipe)
     scale = 1 / factor.double()
     if recipe == "tensorwise":
         blocks = x.flatten()
@@ -82,7 +82,7 @@ def test_products_are_those_of_rounded_numbers(recipe, dtype, tolerance):
     of_gradients = E4M3 if recipe == "mxfp8" else E5M2
 
     def numbers(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
-        codes, factor = rounded(x.detach(), format, recipe)
+        [(codes, factor)] = rounded([(x.detach(), format)], recipe)
         return codes.double() * factor.reciprocal().double()
 
     expected = (
@@ -98,8 +98,8 @@ def test_products_are_those_of_rounded_numbers(recipe, dtype, tolerance):
 def test_emulated_products_are_those_of_torchs_scaled_mm():
     """Bit for bit in bfloat16, in which the CPU has them for one scale a tensor."""
     torch.manual_seed(0)
-    a = rounded(torch.randn(48, 64), E4M3, "tensorwise")
-    b = rounded(torch.randn(48, 64), E4M3, "tensorwise")
+    operands = [(torch.randn(48, 64), E4M3), (torch.randn(48, 64), E4M3)]
+    a, b = rounded(operands, "tensorwise")
     ours = float8.product(a, b, "tensorwise", torch.bfloat16)
     a_codes, a_factor = a
     b_codes, b_factor = b
@@ -121,7 +121,7 @@ def test_codes_of_a_recomputed_norm_are_those_of_forward():
 
     def forward(x):
         y = rms_norm(x, weight, 1e-5)
-        codes, _ = rounded(y, E4M3, "tensorwise")
+        [(codes, _)] = rounded([(y, E4M3)], "tensorwise")
         return y, codes
 
     def recompute(x):
