@@ -250,7 +250,7 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
 )
 def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, shown):
     """Meanwhile the other rank waits for it in a collective."""
-    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
+    place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
     fault = f"    if world.rank == 1:\n        raise {raised}\n"
     script = with_fault(tmp_path / "copy", "train", place, fault + place)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
@@ -259,7 +259,7 @@ def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, 
 
 
 def test_a_process_alone_does_not_end_as_if_it_were_done(corpus, tmp_path):
-    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
+    place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
     script = with_fault(tmp_path / "copy", "train", place, f"    raise SystemExit(0)\n{place}")
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out"))
     assert error_lines(result) == ["error: rank 0 failed: SystemExit: 0"] and result.codes == [1]

@@ -82,7 +82,7 @@ STOPS = "[time.sleep(3), os.kill(os.getpid(), 19)]", "", ""  # SIGSTOP, after a 
 def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes, more, rank_1):
     """In a copy in which a minute is some seconds."""
     does, others, is_said = rank_1
-    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)"
+    place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
     fault = f"    if world.rank == 1 and step == 4:\n        import os, time\n        {does}\n"
     worker, copy = with_fault(tmp_path / "copy", "train", place, fault + place)
     seconds = "timedelta(seconds=16)"
