@@ -57,8 +57,8 @@ def refuses(work) -> str:
     stages = parallel.pp * parallel.stages_per_rank
     if stages > layers:
         return (
-            f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
-            f"must be at most {layers // parallel.stages_per_rank}"
+            f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: give "
+            "fewer by --pp or --stages-per-rank"
         )
     name = parallel.schedule
     try:

@@ -65,6 +65,7 @@ REFUSALS = """
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
+2 | train --pp 2 --schedule interleaved --n-layers 2 | 4 stages ... by --pp or --stages-per-rank
 2 | train --pp 2 --schedule interleaved --n-layers 4 | multiple of 2 microbatches, not 1
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
 2 | train --pp 2 --schedule zero-bubble | is retired: use --schedule 1f1b, with which its runs
