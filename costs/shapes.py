@@ -1,5 +1,6 @@
 """What follows from the shapes of a model: its elements on a rank, and the FLOPs of a token."""
 
+import copy
 import functools
 import math
 import re
@@ -60,7 +61,7 @@ def shapes_on_rank(module: nn.Module, path: str, config: LlamaConfig, tp: int) -
     return list(found.values())
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 14)
 def size_on_rank(
     module: nn.Module, path: str, config: LlamaConfig, tp: int, weight_bytes: int, shards: int
 ) -> Size:
@@ -79,26 +80,32 @@ def size_on_rank(
     return Size(trained, frozen)
 
 
-@functools.lru_cache(1024)
 def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
     """Return the root of a rank's part of a model, and its blocks, alike ones together; under --ep
     also the experts of the blocks, which are sharded over ep and expert_shard."""
     of_block = part.config, parallel.tp, parallel.weight_bytes, shards
     of_experts = part.config, parallel.ep, parallel.weight_bytes, parallel.expert_shard
-    root = size_on_rank(part, "", *of_block)
+    return _units(part, of_block, of_experts, parallel.reshard == "adapters")
+
+
+@functools.lru_cache(4096)  # many configurations differ in nothing that counts here
+def _units(part: Llama, of_block: tuple, of_experts: tuple, keeps_frozen: bool) -> list[Unit]:
+    _, ep, weight_bytes, _ = of_experts
+    others = copy.copy(part)
+    others._modules = {name: child for name, child in part._modules.items() if name != "layers"}
+    root = size_on_rank(others, "", *of_block)
     blocks, experts = Counter(), Counter()  # sizes -> how many have them
     for number, block in part.layers.items():
         size = size_on_rank(block, f"layers.{number}", *of_block)
-        root = root.without(size)
-        for path, module in experts_of(block).items() if parallel.ep > 1 else ():
+        for path, module in experts_of(block).items() if ep > 1 else ():
             place = module, f"layers.{number}.{path}"
             size = size.without(size_on_rank(*place, *of_block))
             experts[size_on_rank(*place, *of_experts)] += 1
         blocks[size] += 1
 
     def unit(copies: int, size: Size, kind: str = "") -> Unit:
-        gathered = size.trained * parallel.weight_bytes
-        if parallel.reshard != "adapters":
+        gathered = size.trained * weight_bytes
+        if not keeps_frozen:
             gathered += size.frozen
         return Unit(copies, size.trained, size.frozen, gathered, kind)
 
@@ -117,6 +124,7 @@ def numbers_summed(part: Llama) -> int:
     return numbers
 
 
+@functools.lru_cache(256)
 def attended_by_layer(config: LlamaConfig, seq_len: int, times: int = 1) -> list[int]:
     """Return for each layer seq_len, or so many `times` its window, if that is less."""
     windows = config.windows or [0] * config.n_layers

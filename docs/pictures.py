@@ -39,7 +39,8 @@ from model import PRESETS  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from plumbing.processes import Process  # noqa: E402
 from techniques import schedules  # noqa: E402
-from techniques.schedules import FILLS, SCHEDULES  # noqa: E402
+from techniques.schedules import SCHEDULES  # noqa: E402
+from techniques.timelines import FILLS, draw_svg  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
@@ -303,7 +304,7 @@ def draw_pipeline(path: Path) -> None:
         v = schedules.STAGES.get(name, 1)
         spans = schedules.check_schedule(schedules.make_schedule(name, 4, 8, v), 8, 4 * v)
         share = f"{100 * schedules.bubble(spans):.0f} %"
-        drawing = schedules.draw_svg(spans, f"{name}: ranks wait {share} of the time")
+        drawing = draw_svg(spans, f"{name}: ranks wait {share} of the time")
         own_height = int(re.search(r'viewBox="0 0 900 (\d+)"', drawing)[1])
         parts.append(drawing.replace("<svg ", f'<svg y="{height}" height="{own_height}" ', 1))
         height += own_height + 6

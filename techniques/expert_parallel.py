@@ -25,7 +25,7 @@ a slow link, and where FSDP hides its all-gathers behind computation.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 
 import torch
@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config import STRATEGIES, ParallelConfig
 from model import Llama
 from plumbing.shards import shard_parameters, to_local
-from techniques.experts import Experts, GroupedLinear, Router, experts_of, on_host
+from techniques.experts import Experts, GroupedLinear, Router, on_host
 from techniques.parallel_layers import local_operand
 from techniques.technique import Technique
 
@@ -158,14 +158,18 @@ def refuses(work) -> str:
     return ""
 
 
+@lru_cache(256)
+def mixtures_of(model: Llama) -> int:
+    return sum(isinstance(module, Experts) for module in model.modules())
+
+
 def sends(model: Llama, work) -> Iterator[tuple]:
     """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
     not gather tokens, which costs/page.py counts."""
     config = work.model.config
     tp = work.parallel.tp
     again = work.parallel.recomputes  # forward is computed twice
-    mixtures = sum(len(experts_of(block)) for block in model.layers.values())
-    calls = work.microbatches * mixtures
+    calls = work.microbatches * mixtures_of(model)
     row = config.dim * work.parallel.weight_bytes  # bytes
     rows = work.tokens / tp * config.top_k
     yield "ep", "all-to-all", calls * (4 + 2 * again), rows * row

@@ -39,7 +39,14 @@ from torch.distributed.tensor import DTensor, Shard
 from model import Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
-from techniques.schedules import Action, check_schedule, make_schedule, splits_backward
+from techniques.schedules import (
+    SCHEDULES,
+    Action,
+    check_schedule,
+    enough,
+    make_schedule,
+    splits_backward,
+)
 from techniques.technique import Technique
 
 # ------------------------------------------------------------------------------------------- stages
@@ -61,11 +68,12 @@ def refuses(work) -> str:
             "fewer by --pp or --stages-per-rank"
         )
     name = parallel.schedule
+    m = enough(name, parallel.pp, work.microbatches)
     try:
-        schedule = make_schedule(name, parallel.pp, work.microbatches, parallel.stages_per_rank)
+        schedule = make_schedule(name, parallel.pp, m, parallel.stages_per_rank)
     except UserError as error:
         return str(error)
-    if splits_backward(schedule):
+    if name not in SCHEDULES and splits_backward(schedule):
         return f"--schedule {name} has W, and a run computes a backward whole: leave W out"
     return ""
 

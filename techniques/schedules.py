@@ -2,8 +2,8 @@ r"""Schedules of a pipeline: in which order its ranks compute the microbatches.
 
     python -m techniques.schedules --stages 4 --microbatches 8 --schedule 1f1b        draws one
 
-A schedule is text, a line for each rank, which is checked, timed and drawn here; pipeline.py runs
-it:
+A schedule is text, a line for each rank, which is checked and timed here, drawn by timelines.py,
+and run by pipeline.py:
 
     F0 F1 B0 F2 B1 B2      F2 is the forward of microbatch 2, B2 its backward
     F0@0 F0@2 B0@2 B0@0    @2: at stage 2, where a rank has several stages
@@ -20,7 +20,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +79,7 @@ def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
-STEADY = "1f1b", "interleaved"  # no more is held from 2 p microbatches on
+STEADY = "1f1b", "interleaved"  # they repeat themselves: see `enough`
 STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
 
 
@@ -228,11 +227,17 @@ def held(order: list[Action]) -> int:
     return most
 
 
+def enough(name: str, p: int, m: int) -> int:
+    """Return of how many of m microbatches a schedule shows what ranks hold and how long they wait:
+    a steady one repeats itself after 2 p."""
+    repeats = name in STEADY and m % p == 0
+    return min(m, 2 * p) if repeats else m
+
+
 @functools.lru_cache(1024)
 def most_held(name: str, p: int, m: int, v: int, rank: int) -> int:
     """Return what `held` does for a rank of a schedule."""
-    few = min(m, 2 * p) if name in STEADY else m
-    return held(make_schedule(name, p, few, v)[rank])
+    return held(make_schedule(name, p, enough(name, p, m), v)[rank])
 
 
 def bubble(timeline: Timeline) -> float:
@@ -260,66 +265,9 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return schedule
 
 
-# ---------------------------------------------------------------------------------------- drawing
-
-
-def draw_text(timeline: Timeline) -> str:
-    """Return a line for each rank, with a column for each tick."""
-    last_stage = max(span.action.stage for span in itertools.chain(*timeline))
-    rows = []
-    for spans in timeline:
-        cells = ["."] * int(end_of(timeline))
-        for action, start, end in spans:
-            name = f"{action.kind}{action.microbatch}"
-            if last_stage >= len(timeline):  # ranks have several stages
-                name = str(action)
-            cells[int(start) : int(end)] = [name] * int(end - start)
-        rows.append(cells)
-    width = max(map(len, itertools.chain(*rows)))
-    lines = []
-    for rank, cells in enumerate(rows):
-        padded = [cell.ljust(width) for cell in cells]
-        lines.append(" ".join([f"rank {rank}", *padded]).rstrip())
-    return "\n".join(lines)
-
-
-FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}
-
-
-def draw_svg(timeline: Timeline, title: str) -> str:
-    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait."""
-    width, row = 900, 26
-    left, right, top, bottom = 60, 10, 34, 8  # margins
-    scale = (width - left - right) / end_of(timeline)
-    height = top + row * len(timeline) + bottom
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="12">',
-        "<style>text { fill: #1f2328 } @media (prefers-color-scheme: dark) "
-        "{ text { fill: #e6edf3 } } .inside { fill: #ffffff }</style>",
-        f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>',
-    ]
-    for rank, spans in enumerate(timeline):
-        y = top + row * rank
-        parts.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
-        for action, start, end in spans:
-            x = left + start * scale
-            w = (end - start) * scale
-            # Later stages of a rank are paler.
-            opacity = 1 / (1 + 0.4 * (action.stage // len(timeline)))
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="{row - 4}" '
-                f'fill="{FILLS[action.kind]}" fill-opacity="{opacity:.2f}"/>'
-            )
-            if w > max(14, 7 * len(str(action.microbatch))):
-                parts.append(
-                    f'<text class="inside" x="{x + w / 2:.1f}" y="{y + 16}" '
-                    f'text-anchor="middle">{action.microbatch}</text>'
-                )
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 def main() -> None:
+    from techniques.timelines import draw_svg, draw_text  # here: runs draw none
+
     parser = Parser(description="Draw a schedule.")
     parser.add_argument("--stages", type=positive_int, default=4, help="stages (default: 4)")
     parser.add_argument("--microbatches", type=positive_int, default=8, help="(default: 8)")

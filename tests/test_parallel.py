@@ -31,7 +31,7 @@ from plumbing.processes import Process
 from plumbing.shards import assign_shard
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
-from techniques import offload, schedules
+from techniques import offload, schedules, timelines
 from techniques.chunked_loss import LOSS_CHUNK
 from techniques.offload import offload_activations
 from techniques.recompute import recompute_and_compile
@@ -313,7 +313,7 @@ def test_the_picture_in_a_docstring_is_the_schedule(name):
     m, v = (2, 2) if name == "interleaved" else (4, 1)
     lines = re.findall(r"^ +(rank .*)$", SCHEDULES[name].__doc__, re.MULTILINE)
     timeline = check_schedule(make_schedule(name, 2, m, v), m, 2 * v)
-    assert lines == schedules.draw_text(timeline).splitlines()
+    assert lines == timelines.draw_text(timeline).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_the_command_draws(tmp_path):
 @pytest.mark.parametrize("compile", [False, slow(True)])
 def test_inputs_of_blocks_are_offloaded_and_no_weights(monkeypatch, compile):
     """Compiled, also attention's output, and the logsumexp of its scores: [B, H, T]."""
-    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)  # checkpoints of torch 2.11 save an empty tensor
     torch._dynamo.reset()
     model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
     recompute_and_compile(model, "full", compile)

@@ -39,7 +39,8 @@ from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta, emulate
 from perf.plan import table
 from plumbing.messages import UserError
-from techniques.schedules import SCHEDULES, bubble, check_schedule, draw_text, held, make_schedule
+from techniques.schedules import SCHEDULES, bubble, check_schedule, held, make_schedule
+from techniques.timelines import draw_text
 
 RECORD = Path(__file__).resolve().parent.parent / "work/.predictions"
 WIDTH = 98

@@ -22,6 +22,7 @@ from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
 from techniques import schedules as timeline
+from techniques import timelines
 from techniques.schedules import SCHEDULES, Schedule, Timeline, splits_backward
 
 FUNCTION = "schedule"
@@ -202,7 +203,7 @@ def picture(results: dict[str, list], size: int, seed: int) -> str:
         shown = next(wrong, MICROBATCHES)
         drawn += [f"{plural(shown, 'microbatch')}:"] * (shown != MICROBATCHES)
         _, spans = timed(texts[shown], shown)
-        rows = timeline.draw_text(spans).splitlines()
+        rows = timelines.draw_text(spans).splitlines()
         drawn += [row if len(row) <= WIDTH else f"{row[:WIDTH]} ..." for row in rows]
         if not split:
             drawn.append(
@@ -218,7 +219,7 @@ def drawing(results: dict[str, list], size: int, seed: int) -> str:
     if problem(lines, MICROBATCHES, split=True):
         return ""
     _, spans = timed(lines, MICROBATCHES)
-    return timeline.draw_svg(spans, f"{size} ranks, {MICROBATCHES} microbatches, with W")
+    return timelines.draw_svg(spans, f"{size} ranks, {MICROBATCHES} microbatches, with W")
 
 
 def step_seconds(texts: dict[int, list[str]]) -> float:
