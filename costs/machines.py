@@ -10,20 +10,22 @@ from costs.shapes import PEAK_FLOPS
 from plumbing.messages import UserError
 from techniques.float8 import float8_recipes
 
+COPIES = 0.88  # of a data sheet's memory bandwidth: what copies reach on an H200
 # What training reaches of the figures of data sheets: of the peak by matrix products and by
 # attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by
 # docs/calibrate.py, whose table docs/measured.md has.
-FITTED = "2026-11-27"
+FITTED = "2026-11-29"
 REACHED = {
-    "products a100": 0.723,
-    "products h100": 0.572,
-    "products b200": 0.452,
-    "attention a100": 0.34,
-    "attention h100": 0.211,
-    "attention b200": 0.436,
-    "attention h100 cudnn": 0.299,
-    "h100-500w": 0.842,  # the share of both that an H100 with 500 of its 700 W keeps
-    "node link": 0.375,
+    "products a100": 0.742,
+    "products h100": 0.587,
+    "products h200": 0.627,
+    "products b200": 0.535,
+    "attention a100": 0.343,
+    "attention h100": 0.204,
+    "attention b200": 0.389,
+    "attention h100 cudnn": 0.518,
+    "h100-500w": 0.873,  # the share of both that an H100 with 500 of its 700 W keeps
+    "node link": 0.334,
 }
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
 ONE_STEP = "only one training on it is known, and none in the fit"
@@ -52,8 +54,8 @@ GPUS = {
     "gb200": GPU(PEAK_FLOPS["GB200"], 186, 8000, 900, (10, 0), caveat=NO_STEP),
     # 8B on 8 of them, FSDP, selective, compiled, 8,192 tokens: 5,377 and 8,308 tokens/s a GPU
     # (pytorch/ao docs/source/workflows/training.md @ 2210df8, of August 2025).
-    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0), 0.537, ONE_STEP),
-    "b200-capped": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), 0.502, ONE_STEP),
+    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0), 0.538, ONE_STEP),
+    "b200-capped": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), 0.446, ONE_STEP),
     "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450),
     "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0)),
 }
@@ -107,6 +109,7 @@ def assumed_machine(
         )
     fitted = {8: "a100", 10: "b200"}.get(row.capability[0], "h100")  # the GPU whose rates it has
     keeps = reached.get(gpu.lower(), row.keeps)
+    products = reached.get(f"products {gpu.lower()}", reached[f"products {fitted}"])
     flash = attention = reached[f"attention {fitted}"]
     if row.capability >= (9, 0):  # AMD's GPUs, and NVIDIA's earlier ones, have flash alone
         attention = reached.get(f"attention {fitted} {kernel}", flash)
@@ -114,9 +117,9 @@ def assumed_machine(
         gpu,
         peak=row.peak_flops,
         memory=row.memory * 1e9,
-        bandwidth=row.bandwidth * 1e9,
+        bandwidth=row.bandwidth * 1e9 * COPIES,
         node_link=row.node_link * 1e9 * reached["node link"],
-        matmul_fraction=reached[f"products {fitted}"] * keeps,
+        matmul_fraction=products * keeps,
         attention_fraction=attention * keeps,
         flash_fraction=flash * keeps,
         link=link_speed(link),

@@ -299,7 +299,8 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
         bucket = ddp_bucket_mb(work.on_gpu) << 20
         calls = max(1, math.ceil(nbytes / bucket))
         yield "replicate", "all-reduce", calls, nbytes / calls
-    # Gradients of parameters that tp replicates: summed over microbatches, or in the compute dtype.
+    # Gradients of parameters that tp replicates: summed over microbatches, or in the compute dtype,
+    # for which FSDP of torch 2.15 takes that of sums: up to twice as many bytes as here.
     width = g if m > 1 and p.reshard != "all" else p.weight_bytes
     for local in trained:
         if local.is_whole:

@@ -5,6 +5,9 @@
     recompute  the same for what backward recomputes under activation checkpointing
     passes     what norms, RoPE, SwiGLU, residual sums, the loss and FSDP's copies read and write,
                recomputation included: bytes / memory bandwidth
+    weights    what each microbatch reads and writes to round weights and to add up gradients. This
+               does not shrink with the microbatch: it decides for experts, of which a token uses
+               few
     optimizer  what clipping and the optimizer read and write; with Muon also the products that
                orthogonalize, and what ranks send each other for them
     cpu        by how much copies of offloaded activations to the CPU take longer than forward, and
@@ -32,12 +35,12 @@ from typing import NamedTuple
 from config import OWN_GROUPS, PART_OF, ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, is_of_muon, saved, sends
-from costs.shapes import attended_by_layer
+from costs.shapes import attended_by_layer, units
 from model import LlamaConfig
 from parallel import used_techniques
 from techniques.muon import flops_of_muon
 from techniques.pipeline import layers_of, part_of
-from techniques.schedules import STEADY, make_schedule, simulate
+from techniques.schedules import enough, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
 LATENCY = 10e-6  # seconds to start a collective
@@ -175,6 +178,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
 
     traffic = sends(work, busiest)
     parts["passes"] += 2 * copied_bytes(traffic) / machine.bandwidth
+    parts["weights"] = bytes_over_weights(work, busiest) / machine.bandwidth
     # The norm reads gradients, clipping reads and writes them; the optimizer reads them, and reads
     # and writes as many weights, and its state.
     state = holds(work, busiest)
@@ -185,7 +189,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         parts["optimizer"] += flops_of_muon(part, p) / rate
 
     forward = (parts["products"] + parts["passes"]) / (1 + backwards(work))
-    backward = backwards(work) * forward + parts["recompute"]
+    backward = backwards(work) * forward + parts["recompute"] + parts["weights"]
     parts["cpu"] = 0.0
     if p.offload_activations:
         L = work.model.config.n_layers
@@ -217,6 +221,23 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     return parts
 
 
+def bytes_over_weights(work: Work, pp_rank: int) -> float:
+    """Return the bytes that microbatches read and write to round weights for the products, and
+    their gradients back, and to add gradients up."""
+    p = work.parallel
+    m = work.microbatches
+    wide = p.grad_bytes
+    part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
+    trained = sum(unit.copies * unit.trained for unit in units(part, p, 1))
+    roundings = m * (1 + p.recomputes) / p.shard  # FSDP rounds shards
+    sums = 0
+    if p.shard == 1 or (m > 1 and p.reshard != "all"):  # else FSDP's copies round gradients
+        roundings += m
+        sums = m - 1
+    narrows = p.weight_bytes < wide
+    return trained * (roundings * narrows * (wide + p.weight_bytes) + sums * 3 * wide)
+
+
 def copied_bytes(traffic: Traffic) -> float:
     """Return the payload that is copied between tensors and buffers: FSDP's; and keys and values,
     which are put in order."""
@@ -246,8 +267,7 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
     own, and for messages. A link may have more to do than any rank."""
     p = work.parallel
     m = work.microbatches
-    few = min(m, 2 * p.pp) if p.schedule in STEADY else m  # of more, no rank waits longer
-    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work))
+    idle = idle_forwards(p.schedule, p.pp, m, p.stages_per_rank, backwards(work))
     forwards = m * p.stages_per_rank * (1 + backwards(work))  # as long as a rank computes
     idle *= (busy + waits) / forwards
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
@@ -262,6 +282,7 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int) -> float:
     """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
     long."""
     seconds = {"F": 1, "B": backwards}
+    m = enough(name, p, m)  # of more, no rank waits longer
     schedule = make_schedule(name, p, m, v)
     spans = simulate(schedule, lambda action: seconds[action.kind])
     end = max(rank_spans[-1].end for rank_spans in spans)

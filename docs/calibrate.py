@@ -33,6 +33,7 @@ RESULTS = ROOT / "docs/measured/calibration.json"
 START = {
     "products a100": 0.7,
     "products h100": 0.6,
+    "products h200": 0.6,
     "products b200": 0.5,
     "attention a100": 0.45,
     "attention h100": 0.3,

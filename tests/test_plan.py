@@ -141,6 +141,15 @@ def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     assert args.base_bits == 4 and args.dora and args.seq_len == 8192
 
 
+def test_uncompiled_pipelines_are_not_predicted():
+    """Published ones are beyond the error that other plans have; the output says so instead."""
+    flags = "--gpus 8 --pp 2 --tp 1"
+    assert "published speeds are within" in run(flags)
+    eager = run(flags, "--no-compile")
+    assert "Uncompiled pipelines are not predicted" in eager
+    assert "published speeds are within" not in eager
+
+
 def test_a_run_takes_days_and_hours():
     """8B on 16 GPUs: days times GPUs are hours."""
     given = "--gpus 16 --shard 16 --tokens 1e12 --tp 1 --pp 1"
