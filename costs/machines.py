@@ -24,7 +24,7 @@ REACHED = {
     "attention h100": 0.204,
     "attention b200": 0.389,
     "attention h100 cudnn": 0.518,
-    "h100-500w": 0.873,  # the share of both that an H100 with 500 of its 700 W keeps
+    "h100-500w": 0.872,  # the share of both that an H100 with 500 of its 700 W keeps
     "node link": 0.334,
 }
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
