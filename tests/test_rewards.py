@@ -31,7 +31,7 @@ from model import IGNORE
 from models.family import families
 from plumbing.messages import UserError
 from rewards import Rewarding, Rewards, advantages_of
-from runs.answers import Answers
+from runs.answers import Answers, prompts_of_evaluation
 from runs.records import warn_about_changed_flags
 from text.batch import Batch
 
@@ -380,6 +380,15 @@ def test_advantages():
     # The same sum in another order, or a square that is 0 in float64, is no difference.
     nearly_equal = torch.tensor([[0.1 + 0.2, 0.3], [0, 1e-200]], dtype=torch.float64)
     assert advantages_of(nearly_equal, "std")[0].abs().max() < 1e-9
+
+
+def test_evaluations_draw_with_numbers_that_training_has_not():
+    """The number of an answer seeds its random numbers, and those of training begin with 0."""
+    prompts = ["2?", "3?", "5?"]
+    job = SimpleNamespace(val_set=SimpleNamespace(samples=prompts))
+    task = SimpleNamespace(job=job, run=SimpleNamespace(eval_windows=9), world=alone())
+    asked, numbers, limit = prompts_of_evaluation(task)
+    assert (asked, [*numbers], limit) == (prompts, [-1, -2, -3], 3)
 
 
 def test_an_answer_that_does_not_end_is_none():
