@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
+from plumbing.messages import UserError
 from plumbing.shards import matrices_of
 from techniques import bfloat16_moments
 from techniques.bfloat16_moments import BFloat16AdamW
 from techniques.muon import flops_of_muon, orthogonalize
-from techniques.optimizers import make_optimizer, scale_gradients
+from techniques.optimizers import check_betas, make_optimizer, scale_gradients
 
 BETAS = (0.9, 0.95)
 LR = 0.01
@@ -70,6 +71,11 @@ def test_moments_that_rounding_would_stop_are_refused():
     parameter = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"need betas of at most 0.99"):
         BFloat16AdamW([parameter], lr=0.1, betas=(0.9, 0.999))
+    in_bfloat16 = ParallelConfig(moments="bfloat16")
+    with pytest.raises(UserError, match=r"needs betas of at most 0\.99"):
+        check_betas((0.9, 0.999), in_bfloat16)
+    check_betas((0.9, 0.99), in_bfloat16)
+    check_betas((0.9, 0.999), ParallelConfig())
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])

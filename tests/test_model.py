@@ -88,6 +88,16 @@ def test_published_models_have_their_published_size():
         assert sum(p.numel() for p in model.parameters()) == size
 
 
+@pytest.mark.parametrize("name, length, scaling", [
+    ("llama3-8b", 8192, 1), ("llama3.1-8b", 131_072, 8), ("llama3.1-70b", 131_072, 8),
+    ("llama3.1-405b", 131_072, 8), ("llama3.2-1b", 131_072, 32), ("llama3.2-3b", 131_072, 32),
+])  # fmt: skip
+def test_published_llamas_have_their_published_context(name, length, scaling):
+    """Which no number of parameters shows."""
+    preset = find_preset(name)
+    assert (preset.max_seq_len, preset.rope_scaling) == (length, scaling)
+
+
 def test_initial_weights_depend_on_seed_and_name_alone():
     late = build_on_meta(SMALL).to_empty(device="cpu")
     early = Llama(SMALL)

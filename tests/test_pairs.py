@@ -223,6 +223,7 @@ def test_texts_are_divided_as_by_trl(line):
     (record("Hi", [HI, HI, GOOD], [HI, HI, BAD]), "the user says the same twice: 'Hi'"),
     (record([HI, HI], "Hello", "Go"), "the user says the same twice: 'Hi'"),
     (record(ASK, f"{ASK} Blue.", f"{ASK} Red."), "an answer repeats its question: 'What colour"),
+    (record("Who won?", "Who won? Ada.", "Bob."), "an answer repeats its question: 'Who won"),
     (record(ASK, f"{ASK} Blue.", "Red."), "an answer repeats its question: 'What colour"),
     (record(ASK, f"User: {ASK}\nBot: Blue.", f"User: {ASK}\nBot: Red."), "repeats its question"),
     (record([HI, GOOD], "Hello", "Go"), "the prompt ends with an answer"),
