@@ -136,7 +136,7 @@ def run_tests(copy: Path, *options: str, python: tuple = ()) -> tuple[int, list[
     command = [sys.executable, "-m", *python, "pytest", "-q", *hang.split(), *options]
     ended = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     output = ended.stdout + ended.stderr
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests.+?)(?: - |$)", output, re.MULTILINE)
     return ended.returncode, failed, output
 
 
@@ -207,7 +207,7 @@ def main() -> None:
     known = READ_SOURCE + [Path(row["test"]).stem for row in measured]
     left = [path.name for path in sorted(copy.glob("tests/test_*.py")) if path.stem not in known]
     for i, name in enumerate(left):
-        print(f"{name}: {i} of {len(left)} test files are measured", flush=True)
+        print(f"coverage of {name}: {i + 1} of {len(left)} test files", flush=True)
         measured.append(measure(copy, out / "coverage", f"tests/{name}"))
         add_row(out / "measured.jsonl", measured[-1])
 
@@ -232,7 +232,10 @@ def main() -> None:
         add_row(results, {"mutant": mutant, "found_by": found_by[mutant]})
         minutes = (time.monotonic() - began) / (i + 1) * (len(left) - i - 1) / 60
         change = f"{mutant.file}:{mutant.line} {mutant.old} -> {mutant.new or 'nothing'}"
-        print(f"{change}: {found_by[mutant] or 'NOT FOUND'} ({minutes:.0f} minutes to come)")
+        print(
+            f"{change}: {found_by[mutant] or 'NOT FOUND'} ({minutes:.0f} minutes to come)",
+            flush=True,
+        )
     found = sum(found_by[mutant] != "" for mutant in drawn)
     print(f"{found} of {len(drawn)} found, drawn from {len(mutants)} of commit {commit}")
 

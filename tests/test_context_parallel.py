@@ -65,6 +65,11 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
         torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_text_of_a_shared_sequence_is_counted_once(n):
+    assert sum(shared(None, rank, n).text_bytes for rank in range(n)) == 7
+
+
 def test_every_rank_attends_to_equally_many_tokens():
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
     T = 48
