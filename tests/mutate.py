@@ -166,7 +166,8 @@ def first_to_find(copy: Path, mutant: Mutant, measured: list[dict]) -> str:
     """Return the first test that fails with a mutant, or "" where none does."""
     lines_by_test = [{*row["lines"].get(mutant.file, [])} for row in measured]
     # The statement's first line, or the condition of what only torch.compile runs: in itself.
-    line = max(line for line in set().union(*lines_by_test) if line <= mutant.line)
+    executed = set().union(*lines_by_test)
+    line = max((line for line in executed if line <= mutant.line), default=0)
     covering = [row for row, lines in zip(measured, lines_by_test) if line in lines]
     covering.sort(key=lambda row: row["seconds"])
     files = [row["test"] for row in covering]
