@@ -1,6 +1,6 @@
 """How a training step is split over ranks and computed (ParallelConfig), and the step (Work).
 
-A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
+A field that is declared by knob(...) is its own flag: `cp` is --cp in every script that trains or
 measures. The field also decides the flag's help, the command that a plan prints, the values that
 tests combine, and whether a resumed run may change it. costs/plans.py lists what `bench.py plan`
 searches.
@@ -53,7 +53,7 @@ STRATEGIES = {  # --dp auto takes the first that fits
 }
 
 
-def flag(default, kind: str, help: str, choices: Iterable[str] = (), **more):
+def knob(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
     of configurations built in code, `unset` that of a command line, where None lets the run choose:
     `optimizer` is "adamw" in code, and without the flag a run from scratch takes Muon."""
@@ -83,48 +83,48 @@ class ParallelConfig:
     As a command line asks for it, `dp` and `reshard` may be "auto", and what the run chooses by
     itself is None: `decided` and costs/search.py replace these. Until then it has no `strategy`."""
 
-    dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
+    dp: str = knob("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
     replicate: int = 1  # ranks along this dimension; the other sizes determine it
-    shard: int = flag(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp "
+    shard: int = knob(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp "
                       "(default: the ranks of a node)", unset=None)
-    tp: int = flag(1, LAYOUT, "tensor parallelism: ranks that share every matrix product and see "
+    tp: int = knob(1, LAYOUT, "tensor parallelism: ranks that share every matrix product and see "
                    "the same sequences")
-    cp: int = flag(1, LAYOUT, "context parallelism: ranks of data parallelism that share each "
+    cp: int = knob(1, LAYOUT, "context parallelism: ranks of data parallelism that share each "
                    "sequence, for long ones")
-    ep: int = flag(1, LAYOUT, "expert parallelism: ranks that share one copy of a model's experts, "
+    ep: int = knob(1, LAYOUT, "expert parallelism: ranks that share one copy of a model's experts, "
                    "and send each other their tokens")
-    pp: int = flag(1, LAYOUT, "pipeline parallelism: ranks that each hold some of the layers and "
+    pp: int = knob(1, LAYOUT, "pipeline parallelism: ranks that each hold some of the layers and "
                    "pass microbatches on")
-    schedule: str = flag("1f1b", LAYOUT, "order of a pipeline's microbatches: gpipe, 1f1b, "
+    schedule: str = knob("1f1b", LAYOUT, "order of a pipeline's microbatches: gpipe, 1f1b, "
                          "interleaved, or a file with a line for each rank")
-    stages_per_rank: int = flag(1, LAYOUT, "stages that each rank of a pipeline holds (default: 2 "
+    stages_per_rank: int = knob(1, LAYOUT, "stages that each rank of a pipeline holds (default: 2 "
                                 "with --schedule interleaved, else 1)", unset=None)
-    reshard: str = flag("weights", LAYOUT, "what fsdp and hsdp shard again after use: none; "
+    reshard: str = knob("weights", LAYOUT, "what fsdp and hsdp shard again after use: none; "
                         "weights; all: weights, and gradients of each microbatch; adapters: a "
                         "frozen base stays whole (default: weights, or all if memory is short)",
                         ["auto", "none", "adapters", "weights", "all"], unset="auto")
-    offload: bool = flag(False, LAYOUT, "keep parameters and optimizer state of fsdp and hsdp in "
+    offload: bool = knob(False, LAYOUT, "keep parameters and optimizer state of fsdp and hsdp in "
                          "CPU memory")
-    checkpointing: str = flag("none", LAYOUT, "activations that backward recomputes",
+    checkpointing: str = knob("none", LAYOUT, "activations that backward recomputes",
                               ["none", "products", "selective", "full"])
-    offload_activations: bool = flag(False, LAYOUT, "with --checkpointing full: keep the inputs of "
+    offload_activations: bool = knob(False, LAYOUT, "with --checkpointing full: keep the inputs of "
                                      "blocks in CPU memory until backward")
-    compile: bool = flag(False, SPEED, "compile the transformer blocks (default: on a GPU with "
+    compile: bool = knob(False, SPEED, "compile the transformer blocks (default: on a GPU with "
                          "Triton)", unset=None)
-    async_tp: bool = flag(False, SPEED, "with --tp: send chunks of the tokens while others are "
+    async_tp: bool = knob(False, SPEED, "with --tp: send chunks of the tokens while others are "
                           "multiplied")
-    dtype: torch.dtype = flag(torch.float32, ARITHMETIC, "dtype of computation (default: bfloat16 "
+    dtype: torch.dtype = knob(torch.float32, ARITHMETIC, "dtype of computation (default: bfloat16 "
                               "on a GPU that has it, else float32)", unset=None, type=dtype_named,
                               metavar=f"{{{','.join(DTYPES)}}}")
-    float8: str = flag("none", ARITHMETIC, "multiply the blocks' matrices in 8 bits, a scale for "
+    float8: str = knob("none", ARITHMETIC, "multiply the blocks' matrices in 8 bits, a scale for "
                        "each tensor, row or 32 numbers; emulated where the device cannot",
                        ["none", "tensorwise", "rowwise", "mxfp8"])
-    optimizer: str = flag("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
+    optimizer: str = knob("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
                           "for the rest (default: muon where train.py or `bench.py step` begins "
                           "from scratch, else adamw)", ["muon", "adamw"], unset=None,
                           group="optimizer step")
-    moments: str = flag("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
+    moments: str = knob("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
                         "training takes 16 bytes a parameter with float32, 12 with bfloat16",
                         ["float32", "bfloat16"], group="optimizer step")
     # fmt: on

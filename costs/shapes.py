@@ -91,9 +91,10 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
 @functools.lru_cache(4096)  # many configurations differ in nothing that counts here
 def _units(part: Llama, of_block: tuple, of_experts: tuple, keeps_frozen: bool) -> list[Unit]:
     _, ep, weight_bytes, _ = of_experts
-    others = copy.copy(part)
-    others._modules = {name: child for name, child in part._modules.items() if name != "layers"}
-    root = size_on_rank(others, "", *of_block)
+    without_blocks = copy.copy(part)
+    children = part._modules.items()
+    without_blocks._modules = {name: child for name, child in children if name != "layers"}
+    root = size_on_rank(without_blocks, "", *of_block)
     blocks, experts = Counter(), Counter()  # sizes -> how many have them
     for number, block in part.layers.items():
         size = size_on_rank(block, f"layers.{number}", *of_block)
