@@ -128,9 +128,8 @@ def train(task: Task, runner: nn.Module) -> bool:
             torch.manual_seed((run.seed + step * world.size + world.rank) % 2**63)
             for part in task.parts(batch):  # one, but for rewards.py --updates
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
-                totals = update(
-                    optimizer, loss, task.count(part), task.sizes(part), run.clip, world, step
-                )
+                count, sizes = task.count(part), task.sizes(part)
+                totals = update(optimizer, loss, count, sizes, run.clip, world, step)
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
