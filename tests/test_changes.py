@@ -8,6 +8,7 @@ import math
 import re
 import runpy
 import shutil
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -258,6 +259,11 @@ def test_a_small_model_that_cannot_be_computed_is_told(monkeypatch):
     monkeypatch.setitem(families(), "qwen3", replace(family, small=dict(dim=31)))
     (note,) = unseen_notes(config, compiles=False)
     assert note.startswith("note: qwen3 cannot compute its small model")
+
+
+@pytest.mark.parametrize("patch", CHANGES.glob("*.patch"), ids=lambda path: path.stem)
+def test_a_patch_applies(patch):
+    subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("family", HERE)
