@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 31_576, "techniques": 26_512, "costs": 9_622, "perf": 12_366, "runs": 19_351,
     "files": 14_963, "models": 8_306, "text": 18_201, "plumbing": 9_322, "labs": 68_289,
-    "tests": 165_562, "docs": 11_162,
+    "tests": 165_617, "docs": 11_162,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
