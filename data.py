@@ -252,9 +252,8 @@ class Windows(ConcatDataset):
             # A document ends where the next one starts, and the last one with the batch.
             firsts = np.flatnonzero(column == start)
             lengths = np.diff(firsts, append=start.size).tolist()
-        tokens = torch.from_numpy(tokens)
-        targets = torch.from_numpy(targets)
-        return Batch(tokens, targets, positions, text_bytes, lengths)
+        tensors = map(torch.from_numpy, (tokens, targets))
+        return Batch(*tensors, positions, text_bytes, lengths)
 
 
 def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:

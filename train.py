@@ -203,7 +203,7 @@ def accumulate(
     for i, part in enumerate(microbatches):
         # Ranks average gradients in the last microbatch alone (with --reshard all: in every one).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            part.prepare()  # rewards.py tells layers of experts what to choose; else nothing
+            part.prepare()  # what a task tells layers before a forward (rewards.py); else nothing
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
             # The model's own loss (chunked_loss.py) knows its gradients of the hidden states and

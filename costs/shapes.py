@@ -92,8 +92,7 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> list[Unit]:
 def _units(part: Llama, of_block: tuple, of_experts: tuple, keeps_frozen: bool) -> list[Unit]:
     _, ep, weight_bytes, _ = of_experts
     without_blocks = copy.copy(part)
-    children = part._modules.items()
-    without_blocks._modules = {name: child for name, child in children if name != "layers"}
+    without_blocks._modules = part._modules | {"layers": None}
     root = size_on_rank(without_blocks, "", *of_block)
     blocks, experts = Counter(), Counter()  # sizes -> how many have them
     for number, block in part.layers.items():

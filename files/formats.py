@@ -9,6 +9,7 @@ that loads its shard of a 70B model holds one full matrix at a time beside its s
 """
 
 import functools
+import math
 import re
 import sys
 from functools import partial
@@ -140,9 +141,11 @@ def checked_config(file: JsonFile, kind: type[LlamaConfig], **fields: Any) -> Ll
         usual = getattr(default, name, None)
         like = value if usual is None else usual
         limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
-        above = -1 if name in own_fields(kind) else 0
-        if family.digest:  # a student's file, whose fields may be below 0
-            above = -limit
+        above = 0
+        if name in own_fields(kind):
+            above = -1
+            if family.digest:  # of a student's file: may be any number
+                above, limit = -math.inf, math.inf
         fields[name] = file.checked(name, value, type(like), limit, above)
     try:
         config = kind(**fields)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -86,10 +87,11 @@ def check_fields(path: str, model: Family) -> None:
         for name in sorted(own_fields(type(preset))):
             if not can_be_kept(getattr(preset, name)):
                 problem = f"{path}: a checkpoint cannot hold {name} = {getattr(preset, name)!r:.50}"
-                raise UserError(f"{problem}: write a number below 2**31, a string or a bool")
+                raise UserError(f"{problem}: write a number, a string or a bool")
 
 
 def can_be_kept(value: Any) -> bool:
     """Return whether a checkpoint's config.json gives back this value of a field."""
-    is_number = isinstance(value, int | float) and -(2**31) < value < 2**31
-    return value is None or is_number or isinstance(value, str)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, int | str)

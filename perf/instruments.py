@@ -299,7 +299,7 @@ class Training:
             self.optimizer,
             loss,
             self.count_of(batch),
-            [0] * 3,
+            [0, 0, 0],  # bytes of text, tokens and FLOPs, which are not asked for here
             self.clip,
             self.world,
             step=1,

@@ -54,7 +54,7 @@ PARTS = {
     "models": ["test_models", "test_own_files", "test_changes", "test_export"],
     "classes": ["test_labs", "test_labs_answers", "test_labs_grading", "test_race"],
 }
-PART_OF = {file: part for part, files in PARTS.items() for file in files}
+PART_OF_FILE = {file: part for part, files in PARTS.items() for file in files}
 DRAWN = "exact", "counts", "faults"  # have hundreds of tests; a day takes a third of them
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # the day, or "all"
 
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config, items) -> None:
     takes_all = SEED == "all" or "::" in str(config.args)
     for item in items:
         if item.get_closest_marker("slow"):
-            part = PART_OF.get(item.path.stem, "runs")
+            part = PART_OF_FILE.get(item.path.stem, "runs")
             item.add_marker(part)
             if part in DRAWN and not takes_all and not is_drawn(item):
                 left_out.append(item)

@@ -41,7 +41,7 @@ from text.targets import encode
 from text.templates import _limits
 from text.tokenizer import load_tokenizer
 
-SEED = int(os.environ.get("SEED", "0"))
+SEED = os.environ.get("SEED", "0")
 CONFIG = LlamaConfig(16, 2, 2, 1, 24, vocab_size=300)
 BYTES = load_tokenizer("bytes")
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -144,6 +144,7 @@ class Config(LlamaConfig):
     some: tuple | int = 2
     slope: float = 1.0
     window: int = 4
+    large: int = 2**40
 
 
 TINY = Config(32, 1, 2, 1, 48, some=-1, slope=-2.5)
@@ -160,6 +161,8 @@ def test_a_run_resumes_with_the_fields_of_a_students_file_that_it_began_with(cor
     succeed(*run, "--steps=1", "--window=8")
     succeed(*run, "--steps=2", "--window=8", "--resume")
     refused(launch_script(*run, "--steps=3", "--resume"), "another model (window 8, not 4)")
+    more = "--steps=3", "--window=8", "--large=5000000000"
+    refused(launch_script(*run, *more, "--resume"), "(large 1099511627776, not 5000000000)")
     file.write_text(WITH_FIELDS.replace("-2.5", "2.5"))
     refused(launch_script(*run, "--steps=3", "--window=8", "--resume"), "(slope -2.5, not 2.5)")
 
