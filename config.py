@@ -55,7 +55,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 
 def knob(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
-    of configurations built in code, `unset` that of a command line, where None lets the run choose:
+    of configurations built in code. `unset`, of `more`, is that of a command line, where None lets
+    the run choose:
     `optimizer` is "adamw" in code, and without the flag a run from scratch takes Muon."""
     may_change = kind != ARITHMETIC
     plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
@@ -160,7 +161,8 @@ class ParallelConfig:
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks over which FSDP shards the experts that --ep leaves on a rank."""
+        """Number of ranks over which FSDP shards the experts that --ep leaves on a rank. All else
+        has one copy on shard x tp ranks, which are ep x expert_shard if ep is less."""
         return max(1, self.shard * self.tp // self.ep)
 
     @property

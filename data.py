@@ -344,10 +344,10 @@ def open_windows(
 
 
 def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
-    """Return this rank's share of a step's batch, which is a function of (seed, step): of the next
-    rows in a permutation that is drawn for each epoch (text/order.py). Ranks along cp share
-    sequences; without --cp each has whole ones. `world` is a World of parallel.py; `dataset` may
-    also be a Packed of text/packing.py."""
+    """Return this rank's share of a step's batch: of the next rows of an epoch's permutation, which
+    depend on seed and step alone (text/order.py). Ranks along cp share sequences; without --cp
+    each has whole ones. `world` is a World of parallel.py; `dataset` may also be a Packed of
+    text/packing.py."""
     n_sequences = order.batch // world.parallel.data_size
     first = world.data_rank * n_sequences
     rows = order.rows(step, dataset.sources)[first : first + n_sequences]
@@ -356,7 +356,7 @@ def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
 
 def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world) -> Batch:
     """Return this rank's tokens of some rows, on its device; None is a row without targets."""
-    if isinstance(dataset, Rows):  # ranks share a row's tokens
+    if isinstance(dataset, Rows):  # as long as the longest: rounded up, so that ranks can share it
         batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
     else:
         batch = dataset.batch(rows)

@@ -89,7 +89,7 @@ def load_split(
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     with torch.device("meta"):
         whole = config.build()
-        model = config.build()  # another one: what a layout needs is asked of the whole
+        model = config.build()  # the one that is split; `whole` answers what is refused
     document = seq_len if asked.chat else 0
     work = requested_work(
         parallel, whole, process, None, seq_len, asked.microbatch, document=document
@@ -99,7 +99,7 @@ def load_split(
     if adapter or bits == 4:
         add_adapters(model, lora, bits)
     model.requires_grad_(False)
-    work = replace(work, model=model)
+    work = replace(work, model=model)  # with its adapters: what fits is asked of it
     work, _ = choose_work(work, asked.parallel.shard, process)
     check_work(work, *techniques)
     world = with_mesh(process, work.parallel)

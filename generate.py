@@ -118,11 +118,9 @@ class Memory:
         self.cache = KVCache()
 
     def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
-        """Yield the tokens that continue a prompt, of which only what is new is read.
-
-        The newest token may be in no cache yet, and the last one of the prompt is read in any case,
-        for its logits."""
+        """Yield the tokens that continue a prompt, of which only what is new is read."""
         known = 0
+        # The newest token may be in no cache yet; the prompt's last is read for its logits.
         for old, new in zip(self.tokens[:-1], prompt[:-1]):
             if old != new:
                 break

@@ -108,9 +108,8 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # its name in older torch
+        # In older torch it has another name.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -131,8 +130,9 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     if parallel.ep > 1:
         expert_mesh = expert_parallel.make_mesh(parallel, kind, own_groups)
     groups = [stage_group, *own_groups.values()]
-    if mesh.get_coordinate():  # None on ranks outside of it: one rank alone, in bench.py compare
+    if mesh.get_coordinate():  # None where the mesh leaves out this rank, as in bench.py compare
         groups = [*map(mesh.get_group, dims), *groups]
+    # Ordered: a GPU then runs calls of different groups in the order in which they were started.
     connect(groups, process.device, ordered=parallel.cp * parallel.tp > 1)
     place = process.rank, process.size, process.local_rank, process.per_node, process.device
     return World(*place, parallel, mesh, cp_mesh, stage_group, expert_mesh, own_groups)
@@ -149,7 +149,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# What divides a training is always asked what it refuses. (A batch applies --cp: data.py.)
+# Asked even where their flag is at its default: experts refuse some --tp without --ep. (What --cp
+# cuts are batches: share_sequences.)
 ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
@@ -458,9 +459,8 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own
     model.vocabulary = ShardedVocabulary(model.vocabulary.size, mesh)
-    # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way.
-    # Cloning waits for it, so that block 0 gets the same type as other blocks: one compiled graph
-    # serves all.
+    # The embedding's output is still on its way, an AsyncCollectiveTensor. Cloning waits for it, so
+    # that block 0 gets the type that other blocks get: one compiled graph serves all.
     if model.tok_embeddings:  # None on later stages of a pipeline
         model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 

@@ -18,9 +18,10 @@ reward if the model gives it a higher probability than the base does:
 log p sums over the answer's tokens. The base, which others call the reference, is this model with
 its adapters off: it takes no memory, but a step runs forward twice. With --all-weights, log p_base
 of all answers is computed once, before the first step. The losses of all pairs on all ranks are
-added up, and divided once by their number. Both answers of a pair share a row. --batch and
---microbatch count rows, so they never separate a pair. The loop over steps is train.py's: finetune
-of finetune_lora.py freezes a base, adds adapters, and calls it with the Task of this file.
+added up, and divided once by their number. Both answers of a pair share a row, and neither attends
+to the other. --batch and --microbatch count rows, so they never separate a pair. The loop over
+steps is train.py's: finetune of finetune_lora.py freezes a base, adds adapters, and calls it with
+the Task of this file.
 
 Watch `chosen`, the mean reward of chosen answers, beside the loss. The loss depends only on the
 difference of two rewards: both may fall, while answers that are in no pair become likelier.
@@ -121,7 +122,7 @@ class Preferences(Task):
         """Return a batch with the base's log p of each target."""
         if self.run.all_weights:
             return batch  # it has it from `begin`
-        with adapters_off(self.job.model):  # nor are there gradients
+        with adapters_off(self.job.model):  # which also stops gradients
             return replace(batch, target_values={"base_log_p": self.log_p(batch)})
 
     def log_p(self, batch: Batch) -> Tensor:
@@ -171,7 +172,8 @@ class Preferences(Task):
         return {name: value / pairs for name, value in zip(MEASURED, sums)}
 
     def all_summed(self, *names: str) -> list[float]:
-        """Return some of the `sums`, over all ranks."""
+        """Return some of the `sums`, over all ranks. Those along tp have the same pairs, which then
+        count tp times: only quotients of these sums mean something."""
         return self.world.all_gather_scalars([self.sums[name] for name in names]).sum(0).tolist()
 
     # With --all-weights there are no adapters to switch off. The base is computed before step 1.
@@ -215,7 +217,7 @@ def sums_of_answers(x: Tensor, batch: Batch) -> Tensor:
     """Return the sum of x [B, T] over each answer: [B, pairs, 2]. The documents of a row are the
     chosen and the rejected answer of a pair, each after its prompt, those of the next pair, ...,
     and the padding at its end. Rows with fewer pairs than others are filled up with 0."""
-    sums = batch.sums_of_documents(x)
+    sums = batch.sums_of_documents(x)  # [B, R]; R is a power of 2: odd where it is 1
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))
 
 

@@ -36,8 +36,8 @@ once: a run checks that both agree. In bfloat16 they do so roughly, so a token h
 p in training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance
 sampling"). The p in training is that before the first update.
 An answer depends only on the weights, its prompt, the seed and its number, so a step is the same on
-any number of ranks. The loop over steps is train.py's, which finetune_lora.py calls with the Task
-of this file. docs/preferences.md says more.
+any number of ranks. The loop over steps is train.py's: finetune of finetune_lora.py freezes a base,
+adds adapters, and calls it with the Task of this file. docs/preferences.md says more.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -198,7 +198,7 @@ def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, 
     return open_prompts(run, tokenizer, reading)
 
 
-def asked_to_end() -> int:
+def some_rank_asked_to_end() -> int:
     """Return the signal that asks some rank to save and end, as the watching threads tell each
     other (plumbing/heartbeats.py); 0 if there is none."""
     store = shared_store()
@@ -287,7 +287,7 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        # Ranks take answers in turn, so part i of each rank's rows is of the same whole groups. An
+        # Ranks take answers in turn, so part i of all ranks' rows are the step's i-th groups. An
         # update without rewards is left out: it would divide by 0 answers.
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
@@ -359,10 +359,10 @@ class Rewards(Task):
         rewards = []
         parts = defaultdict(list)  # name -> values
         workers = reward_processes(run.reward, run.reward_workers)
-        replies = workers.replies(records, texts, gives_up=asked_to_end)
+        replies = workers.replies(records, texts, gives_up=some_rank_asked_to_end)
         for record, text in zip(records, with_progress(texts, "rewarding")):
             reply = next(replies)
-            if signal := asked_to_end():
+            if signal := some_rank_asked_to_end():
                 return Scored((), {}, signal=signal)
             problem = reply.get("failed", "")
             if problem and ("ended" in reply or not run.skip_bad):

@@ -130,10 +130,11 @@ def train(task: Task, runner: nn.Module) -> bool:
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
                 count, sizes = task.count(part), task.sizes(part)
                 totals = update(optimizer, loss, count, sizes, run.clip, world, step)
+            # Loss and norm are of the last part; sizes of each are those of the whole batch.
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
-            if signal:
+            if signal:  # a task's problem ends `batches` instead, and is raised below
                 break
             recorder.start_step()
         if step:
@@ -146,6 +147,7 @@ def train(task: Task, runner: nn.Module) -> bool:
         print_rank_zero(f"checkpoint: {saver.newest}")
     if signal:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
+    # Under --max-restarts exit code 0 would tell torchrun that this rank has done its work.
     plumbing.endings.end_if_restarted(signal)
     return not signal
 
@@ -206,8 +208,9 @@ def accumulate(
             part.prepare()  # what a task tells layers before a forward (rewards.py); else nothing
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
-            # The model's own loss (chunked_loss.py) knows its gradients of the hidden states and
-            # of the output weight by now; backward goes on from there.
+            # The model's own loss (chunked_loss.py) has computed the gradients of the hidden states
+            # and of the output weight in its forward, so that no logits are kept. Backward goes on
+            # from there.
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -232,7 +235,8 @@ def update(
     unequally. labs/mean shows the difference.
     The all-gather also tells all ranks which signal asks one of them to end.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    # Of a gradient that n ranks hold alike each counts 1/n: the sum over all ranks is the square.
+    # This rank's share of the squared norm of the whole gradient. Of a shard a rank counts all; of
+    # what k ranks hold alike, as all do under DDP, 1/k. So the shares of all ranks add up to it.
     gradients, squared_norm_share = own_gradients(optimizer, world.size)
     signal = plumbing.endings.asked_to_end()
     rows = world.all_gather_scalars([loss, squared_norm_share, signal, count, *sizes])
@@ -259,8 +263,9 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # By default Muon from scratch, else AdamW; weights of matrices decay, no others
-    # (techniques/optimizers.py). Ranks may communicate.
+    # By default Muon from scratch, else AdamW; weights of matrices decay, no others. Muon needs
+    # whole matrices: ranks send each other the parts of their momentum, each orthogonalizes some,
+    # and sends back parts of their updates. All else AdamW updates where it is.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

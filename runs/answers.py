@@ -175,7 +175,7 @@ def sample(
     stance = "default" if compiled else "force_eager"
     # Ranks need not run forward equally often, as only the first all-gathers weights; unless each
     # forward sends tokens to other ranks.
-    largest = partial(largest_over_ranks, world) if parallel.forwards_meet else int
+    over_ranks = partial(largest_over_ranks, world) if parallel.forwards_meet else int
     with weights_gathered(model, parallel), torch.compiler.set_stance(stance):
         answers = generate(
             model,
@@ -186,7 +186,7 @@ def sample(
             numbers=numbers,
             record=record,
             compiled=compiled,
-            largest=largest,
+            over_ranks=over_ranks,
         )
     model.train(in_training)
     return Sampled(answers, record.log_p.T, record.choices_of(prompts, answers))

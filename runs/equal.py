@@ -214,7 +214,7 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
             raise
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
     rows, layers = 1, min(config.n_layers, 4)
-    cases = [(layers, 769, False)]  # tokens of two chunks of the loss, and beyond a short window
+    cases = [(layers, 769, False)]  # more tokens than a chunk of the loss has, or a window here
     if pp > 1:  # stages begin where those of the run do, and many microbatches would take seconds
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)

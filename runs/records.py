@@ -175,8 +175,9 @@ def width_of(stream) -> float:
 
 
 def as_line(columns: list[tuple[str, int]], width: float) -> str:
-    """Return the columns, each a text and its rank, in a line of at most `width` characters. Those
-    with the highest rank go first, and of several the last one; those with rank 0 stay."""
+    """Return the columns, each a text and a number, in a line of at most `width` characters. Where
+    it is too long, the column with the highest number is left out, and of several the last one;
+    then the next. Those with 0 stay."""
     kept = [column for column in columns if column[0]]
     while True:
         line = "  ".join(text for text, _ in kept)

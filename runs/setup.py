@@ -178,7 +178,8 @@ def choose_work(work: Work, shard: int | None, process: Process) -> tuple[Work, 
 
 def ratio_of_peaks(work: Work) -> float:
     """Return the counted peak of memory divided by the predicted one, or 1 if the step cannot be
-    counted. It is emulated in another process, since this process has real ranks already."""
+    counted. Another process runs the step on tensors without contents, and counts their bytes
+    (perf/emulated.py): this one has real ranks already."""
     print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
     command = [sys.executable, "-m", "perf.emulated"]
     root = Path(__file__).resolve().parent.parent

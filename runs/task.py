@@ -7,8 +7,8 @@
     distill.py        Distillation(Task)  what a larger model would say
 
 The loop of train.py calls `begin` and `batches` once each. In each step it takes the next batch,
-and splits it by `updates`. For each of them it calls `loss` for each microbatch, then `count`. Then
-it calls `finish_measures`; and now and then `evaluate_and_show`.
+and splits it by `parts`. For each part it calls `loss` for each microbatch, then `count` and
+`sizes`. Then it calls `finish_measures`; and now and then `evaluate_and_show`.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ class Task:
 
     def loss(self, computed: Tensor, batch: Batch) -> Tensor:
         """Return the loss of a microbatch, a sum, given what the model has returned: here that sum.
-        Other tasks let the model return the loss of each target, [B, T], and compute theirs from it
-        (runs/each_target.py)."""
+        preferences.py and rewards.py let the model return the loss of each target, [B, T], and
+        compute theirs from it (runs/each_target.py). distill.py lets it return another sum."""
         return computed
 
     def parts(self, batch: Batch) -> list[Batch]:

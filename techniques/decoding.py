@@ -70,7 +70,7 @@ def stream(
     record=None,
     cache: KVCache | None = None,
     compiled: bool = False,
-    largest: Callable[[int], int] = int,
+    over_ranks: Callable[[int], int] = int,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
 
@@ -83,14 +83,15 @@ def stream(
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
     compiled.
     Where every forward sends tokens to ranks with other prompts, all run it equally often:
-    `largest` returns the largest of a number over these ranks."""
+    `over_ranks` returns the largest of a number over these ranks; by default it is this one's own.
+    """
     device = next(model.parameters()).device
     uniform = torch.empty(max_new_tokens, len(prompts), dtype=widest_float(device))  # on the CPU
     for row, number in enumerate(numbers or range(len(prompts))):
         uniform[:, row].uniform_(generator=generator_for(f"row {number}", seed, uniform.device))
     uniform = uniform.to(device)
     choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-    length = largest(max(map(len, prompts)))
+    length = over_ranks(max(map(len, prompts)))
     size = length + max_new_tokens
     if compiled or device.type != "cpu":
         size = math.ceil(size / ROOM) * ROOM
@@ -110,7 +111,7 @@ def stream(
         seen = drawn
         n_running = sum(is_running)
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
-        if not to_draw or not largest(n_running):
+        if not to_draw or not over_ranks(n_running):
             return
         if 0 < n_running <= 0.75 * len(batch.left) and not compiled:
             batch.keep(is_running)

@@ -99,8 +99,8 @@ def spread_experts(model: Llama, world) -> None:
 
     def own(weight: Tensor) -> Tensor:
         """Return this rank's part. Gradients are averages over the n = replicate x shard ranks with
-        different tokens. FSDP divides that of an expert by n tp / N, the ranks that hold it; what
-        is left is a factor tp / N."""
+        different tokens. FSDP divides that of an expert by n tp / N, the ranks that hold it: times
+        tp / N it is divided by n, too."""
         part = to_local(weight)
         if part.requires_grad:
             part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)

@@ -149,7 +149,7 @@ class Float8Product(torch.autograd.Function):
         ctx.out_group = out_group
         # Tensorwise, codes of W serve both of its products, and need the largest number of all of
         # W. (Then the largest of x is all-reduced, too. Ranks of out_group have the same x.)
-        group = in_group or out_group if recipe == "tensorwise" else in_group
+        group = (in_group or out_group) if recipe == "tensorwise" else in_group
         x8, weight8 = rounded([(x, E4M3), (weight, E4M3)], recipe, group)
         if recipe == "tensorwise":
             _, weight_factor = weight8

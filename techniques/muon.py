@@ -181,8 +181,8 @@ class Peers:
         return any(self.sizes[dim] > 1 for dim in sharded_over(matrix))
 
     def assembled(self, matrices: list[Tensor], parts: list[Tensor]) -> Tensor:
-        """Send each rank this rank's part of its update. Return the update of this rank's matrix,
-        put together from what others send."""
+        """Send each rank this rank's part of the update of that rank's matrix. Return the update of
+        this rank's matrix, put together from what others send."""
         nothing = parts[0].new_empty(0, 0)
         my_matrix = matrices[self.rank]
         my_update = nothing.new_empty(my_matrix.shape)

@@ -275,7 +275,7 @@ class Pipeline(nn.Module):
             # FSDP keeps embedding and output unsharded until the last microbatch has used them.
             module.set_reshard_after_backward(is_final, recurse=False)
             root.backward(received)
-        return x.grad
+        return x.grad  # None for tokens: stage 0 sends it to nobody
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
