@@ -139,8 +139,8 @@ class Saver(contextlib.AbstractContextManager):
         # The timeout is long because a disk may be slow. plumbing/joining.py registers the backend.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         # Every save writes small_logits, by which a reader notices a changed model.py
-        # (files/published.py), and which keeps them. They are computed here, since in the thread
-        # their model would draw random numbers while dropout draws some, too.
+        # (files/published.py). The function remembers its result. So it is called here: in the
+        # thread its model would draw random numbers while dropout draws some, too.
         small_logits(family_of(model.config))
         weights = adapters(model) if self.lora else weights_of(model)
         self.size = checkpoint_bytes(weights, optimizer, self.group)

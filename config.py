@@ -162,7 +162,7 @@ class ParallelConfig:
     @property
     def expert_shard(self) -> int:
         """Number of ranks over which FSDP shards the experts that --ep leaves on a rank. All else
-        has one copy on shard x tp ranks, which are ep x expert_shard if ep is less."""
+        has one copy on shard x tp ranks: if these are more than ep, ep x expert_shard."""
         return max(1, self.shard * self.tp // self.ep)
 
     @property

@@ -273,7 +273,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 
 def open_text(
     data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading, document_mask: bool
-) -> Packed:
+) -> Packed | Rows:
     """Return a whole text as windows, up to the last token of each file. With `document_mask`,
     each document in a window is a sample of its own."""
     samples = []
@@ -356,7 +356,8 @@ def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
 
 def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world) -> Batch:
     """Return this rank's tokens of some rows, on its device; None is a row without targets."""
-    if isinstance(dataset, Rows):  # as long as the longest: rounded up, so that ranks can share it
+    if isinstance(dataset, Rows):  # a Packed with one sample a row: as long as the longest of them,
+        # rounded up, so that ranks can share it
         batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
     else:
         batch = dataset.batch(rows)

@@ -99,7 +99,7 @@ def load_split(
     if adapter or bits == 4:
         add_adapters(model, lora, bits)
     model.requires_grad_(False)
-    work = replace(work, model=model)  # with its adapters: what fits is asked of it
+    work = replace(work, model=model)  # to see what fits; parallelize then changes it
     work, _ = choose_work(work, asked.parallel.shard, process)
     check_work(work, *techniques)
     world = with_mesh(process, work.parallel)

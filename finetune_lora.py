@@ -288,15 +288,16 @@ def prepare(
 
     Returns the job and some held-out prompts, as (tokens, true answer)."""
     init = process.broadcast_from_rank_zero(partial(base_of, run))
-    base, tokenizer = find_model(init, run.tokenizer, process, run.chat_template)
+    metadata, tokenizer = find_model(init, run.tokenizer, process, run.chat_template)
+    config = metadata["model"]
     techniques = (lora.TECHNIQUE,) if run.adapters else ()
     if run.base_bits == 4:
         techniques += (nf4.TECHNIQUE,)
-    rules.check_training_flags(run, parallel, base["model"], process, *techniques)
-    given = run, parallel, base["model"], tokenizer, process
+    rules.check_training_flags(run, parallel, config, process, *techniques)
+    given = run, parallel, config, tokenizer, process
     teacher, digest_of_teacher = script.find_teacher(*given)
     with torch.device("meta"):
-        model = base["model"].build()
+        model = config.build()
         of_all = "" if run.adapters else " of all weights"
         usual_rate = peak_rate(f"{run.kind}{of_all}", model)
         if run.adapters:
@@ -305,7 +306,7 @@ def prepare(
             lora.add_adapters(model, replace(run.adapters, targets=targets), run.base_bits)
     for name in lora.adapters(model):
         peft_name(name, model.config)  # raises for an adapter that PEFT's format cannot name
-    exam = run.exam and Exam(run.exam, tokenizer, base["model"].max_seq_len, chat=True)
+    exam = run.exam and Exam(run.exam, tokenizer, config.max_seq_len, chat=True)
     reading = Reading(skip_bad=run.skip_bad)
     train_set, val_set, examples, summary = script.open_data(run, tokenizer, reading)
     last_step = rules.last_step(run, len(train_set))
@@ -314,12 +315,12 @@ def prepare(
     list_left_out(reading, f"conversations-{checksum}")
     print_rank_zero(summary)
 
-    digest = process.broadcast_from_rank_zero(partial(digest_of_weights, base["directory"]))
+    digest = process.broadcast_from_rank_zero(partial(digest_of_weights, metadata["directory"]))
     digests = {"base_digest": digest} | digest_of_teacher
     digests |= process.broadcast_from_rank_zero(run.digests)
 
     def initialize(model: Llama) -> None:
-        load_weights(base["directory"], model)  # --base-bits 4: quantized here
+        load_weights(metadata["directory"], model)  # --base-bits 4: quantized here
         lora.init_adapters(model, run.seed, device=process.device)
 
     job = setup.Job(
@@ -333,7 +334,7 @@ def prepare(
         exam=exam,
         lr=usual_rate if run.lr is None else run.lr,
         last_step=last_step,
-        base=base["directory"],
+        base=metadata["directory"],
         digests=digests,
         techniques=techniques,
         teacher=teacher,

@@ -40,7 +40,7 @@ from plumbing.parser import nonnegative_int, parse
 from plumbing.processes import run
 from techniques.decoding import check_length, generate, stream
 from techniques.kv_cache import KVCache
-from techniques.nf4 import why_no_blocks
+from techniques.nf4 import why_not_in_4_bits
 from text.targets import encode_prompt
 from text.templates import Conversation
 from text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def load_model(
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 16:
         return load_pretrained(directory, dtype, device, adapter=adapter)
-    if reason := why_no_blocks(config):
+    if reason := why_not_in_4_bits(config):
         raise UserError(reason)
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
     in_4_bits = partial(add_adapters, lora=lora, base_bits=4)  # without targets, it adds none

@@ -167,8 +167,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
-    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: T is a group's heads
-        queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: in place of T, a group's
+        queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # heads: [B, KV, H / KV, E]
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
     # On a GPU kernels with a mask, or for float32, need a key/value head for each query head.
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights asks the parent of each matrix: this one, of the embedding
+    writes_to_stream = ()  # init_weights asks the parent of a matrix: this, of the embedding's
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

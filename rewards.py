@@ -247,8 +247,9 @@ class Rewards(Task):
         for layer in self.job.model.modules():
             if hasattr(layer, "keeps_choices"):
                 layer.keeps_choices = self.replays
-        # Where experts are chosen anew, rounding may send some tokens to others. The whole model
-        # tells: a stage of a pipeline may have none.
+        # Where experts are chosen anew, rounding may send some tokens to others. (It rounds too
+        # little in float64; in bfloat16 a run only warns.) The whole model tells whether it has
+        # experts, whose shapes vary: a stage of a pipeline may have none.
         layers = [*self.work.model.modules()]
         are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)
         can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
@@ -287,8 +288,9 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        # Ranks take answers in turn, so part i of all ranks' rows are the step's i-th groups. An
-        # update without rewards is left out: it would divide by 0 answers.
+        # Ranks take answers in turn: the i-th parts of all their rows are together the i-th of
+        # --updates equal parts of the step's groups. A part without rewards is left out: an update
+        # would divide by 0 answers.
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()

@@ -130,11 +130,12 @@ def train(task: Task, runner: nn.Module) -> bool:
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
                 count, sizes = task.count(part), task.sizes(part)
                 totals = update(optimizer, loss, count, sizes, run.clip, world, step)
-            # Loss and norm are of the last part; sizes of each are those of the whole batch.
+            # Loss, count and norm are the last part's. But each part keeps the sizes of its whole
+            # batch (Batch.microbatches), which are the step's.
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
-            if signal:  # a task's problem ends `batches` instead, and is raised below
+            if signal:  # where a task cannot go on (Task.problem), `batches` ends instead
                 break
             recorder.start_step()
         if step:
@@ -263,9 +264,10 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # By default Muon from scratch, else AdamW; weights of matrices decay, no others. Muon needs
-    # whole matrices: ranks send each other the parts of their momentum, each orthogonalizes some,
-    # and sends back parts of their updates. All else AdamW updates where it is.
+    # By default Muon from scratch, else AdamW; weights of matrices decay, no others. Muon is for
+    # matrices of blocks, and needs them whole: ranks send each other the parts of their momentum,
+    # each orthogonalizes some matrices, and sends back parts of their updates. All else, embedding
+    # and output too, AdamW updates where it is.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

@@ -470,8 +470,11 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
         batches = itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
-        for _ in range(3 if needs_real_tensors(parallel) else 2):
-            counted, memory = training.count()
+        for _ in range(2 if needs_real_tensors(parallel) else 1):
+            training.accumulate(batch)
+            optimizer.step()
+            zero_gradients(optimizer, world)
+        counted, memory = training.count()
     return counted.sent, memory
 
 

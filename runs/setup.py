@@ -201,7 +201,8 @@ def ratio_of_peaks(work: Work) -> float:
 @torch.no_grad()
 def check_equal_replicas(model: nn.Module, world: World) -> None:
     """Raise UserError if replicas have different weights, for example if a second node has other
-    files. It compares the norm of the weights that a replica shards, and the sum of NF4's codes."""
+    files. It compares the norm of all weights but experts under --ep, and the sum of NF4's codes.
+    """
     alike = (p for p in model.parameters() if sharded_over(p).keys() <= {"shard", "tp"})
     weights = [to_local(parameter) for parameter in alike]
     norm = torch.nn.utils.get_total_norm([p for p in weights if p.is_floating_point()])

@@ -6,9 +6,10 @@ It is 0 if both are equal, and large where p is likely and q is not. So a studen
 KL(teacher, student) spreads over all that the teacher may say, and one that minimizes
 KL(student, teacher) keeps to what the teacher thinks likely, perhaps only to some of it.
 
-Logits are of n tokens, [n, V]; with tensor parallelism V are those of a rank's shard, and each rank
-knows the gradient of its own part of a sum alone. So no sum is made of what has another sum in it:
-log p, whose logsumexp is one, is taken apart.
+Logits are of n tokens, [n, V]; with tensor parallelism V are those of a rank's shard. In backward a
+sum over V gives a rank the gradient of its own addends alone. So no addend may have another sum in
+it that needs a gradient: the student's logsumexp is added outside of the sum, or detached. (The
+teacher's needs none.)
 """
 
 import torch

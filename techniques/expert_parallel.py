@@ -18,8 +18,8 @@ over these ranks FSDP shards what a rank has of the experts.
 Communication over ep, a microbatch and block: 4 all-to-alls of rows (2 in forward, 2 in backward)
 and one of X counts. The payloads of the N ranks add up to 4 N (tokens of a rank) K D w bytes
 whatever the routing; that of one rank depends on it, and a step is as slow as the rank that gets
-most. FSDP would all-gather 3 X D F w bytes twice, and reduce-scatter as many once: --ep sends less
-than FSDP of experts while (tokens of a rank) K < 1.5 X F.
+most. FSDP of experts would all-gather 3 X D F w bytes twice in a microbatch: even without its
+reduce-scatter, once a step, --ep sends less while (tokens of a rank) K < 1.5 X F.
 Use with many experts and few tokens, or when experts outnumber what a rank can gather. Avoid across
 a slow link, and where FSDP hides its all-gathers behind computation.
 """
@@ -36,8 +36,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import STRATEGIES, ParallelConfig
 from model import Llama
+from plumbing.host_reads import read_counts
 from plumbing.shards import shard_parameters, to_local
-from techniques.experts import Experts, GroupedLinear, Router, on_host
+from techniques.experts import Experts, GroupedLinear, Reordered, Router
 from techniques.parallel_layers import local_operand
 from techniques.technique import Technique
 
@@ -52,15 +53,17 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
     arriving = counts.clone()  # which stays if `bench.py step` silences the group
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, -1)  # [N, X/N] rows from each rank, for each expert here
-    # The host has to know sizes before it can send: here it waits for all that a GPU has to do.
-    sent = on_host(counts.view(ranks, -1).sum(1), len(rows))
-    received = on_host(arriving.sum(1), len(rows))
+    # The host has to know sizes before it can send: here it waits for all that a GPU has to do,
+    # once in a block and microbatch, and not where backward computes forward again.
+    sizes = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])  # [2, N]
+    sent, received = read_counts(sizes, len(rows))
     rows = AllToAll.apply(rows, sent, received, group)  # by rank, and those of a rank by expert
     experts = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
     expert_of = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
     order = expert_of.argsort(stable=True)
-    out = forward(rows[order], arriving.sum(0))
-    out = out[order.argsort()]
+    back = order.argsort()
+    out = forward(Reordered.apply(rows, order, back, 1), arriving.sum(0))
+    out = Reordered.apply(out, back, order, 1)
     return AllToAll.apply(out, received, sent, group)
 
 

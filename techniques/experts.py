@@ -24,9 +24,9 @@ there are X of them to hold and to train. Avoid with little text, of which each 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from model import swiglu
+from plumbing.host_reads import read_counts
 
 
 def as_it_is(parameter: Tensor | None) -> Tensor | None:
@@ -137,16 +137,9 @@ class GroupedLinear(nn.Module):
 def products_of_each(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
     # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
-    sizes = on_host(counts, len(x))
+    (sizes,) = read_counts(counts[None], len(x))
     parts = zip(x.split(sizes), weight.unbind())
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
-
-
-def on_host(counts: Tensor, total: int) -> list[int]:
-    """Return counts [n], whose sum is `total`; of a fake tensor, without contents, equal ones."""
-    if isinstance(counts, FakeTensor):
-        return [(total + i) // len(counts) for i in range(len(counts))]
-    return counts.tolist()
 
 
 class Experts(nn.Module):
@@ -165,6 +158,25 @@ class Experts(nn.Module):
         gate = self.w1(rows, counts)
         up = self.w3(rows, counts)
         return self.w2(swiglu(gate, up), counts)
+
+
+class Reordered(torch.autograd.Function):
+    """Return the rows `order` [N K] of K copies of each row of x [N, D], without making these:
+    [N K, D]. `back` is the inverse of the order. By it backward reads the gradients of the copies,
+    and adds them in their order; autograd would add rows to zeros, on a GPU by atomic operations.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, back, K):
+        ctx.save_for_backward(back)
+        ctx.K = K
+        return x[order // K]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (back,) = ctx.saved_tensors
+        of_copies = gradient[back].unflatten(0, (-1, ctx.K))
+        return of_copies.sum(1), None, None, None
 
 
 def experts_of(block: nn.Module) -> dict[str, Experts]:

@@ -32,7 +32,7 @@ class KVCache:
 
     def __init__(self, size: int = 0):
         self.size = size  # S
-        self.seen = 0  # slots in use, but for those of steps that a GPU has repeated
+        self.seen = 0  # slots in use, as far as the host counts: not what a CUDA graph has filled
         self.next_slot: Tensor | None = None  # [1] on the device
         self.layers = defaultdict(partial(LayerCache, self))  # name of a block -> its cache
         self.parts = defaultdict(lambda: KVCache(self.size))  # under --pp: stage -> its cache

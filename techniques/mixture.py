@@ -7,10 +7,9 @@ No token is dropped, and none is padded. Rows are sorted by expert, computed, pu
     sorted           t0 t2 | t0 t1 | t1 t2    of experts 0, 2 and 3; expert 1 has none
 """
 
-import torch
 from torch import nn
 
-from techniques.experts import Experts, Router
+from techniques.experts import Experts, Reordered, Router
 
 
 class MixtureOfExperts(nn.Module):
@@ -31,22 +30,3 @@ class MixtureOfExperts(nn.Module):
         out = Reordered.apply(self.experts(rows, counts), back, order, 1)  # as the tokens stand
         out = out.unflatten(0, experts.shape)  # [N, K, D]
         return (weights[..., None] * out).sum(1).type_as(x).view_as(x)
-
-
-class Reordered(torch.autograd.Function):
-    """Return the rows `order` [N K] of K copies of each row of x [N, D], without making these:
-    [N K, D]. `back` is the inverse of the order. By it backward reads the gradients of the copies,
-    and adds them in their order; autograd would add rows to zeros, on a GPU by atomic operations.
-    """
-
-    @staticmethod
-    def forward(ctx, x, order, back, K):
-        ctx.save_for_backward(back)
-        ctx.K = K
-        return x[order // K]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (back,) = ctx.saved_tensors
-        of_copies = gradient[back].unflatten(0, (-1, ctx.K))
-        return of_copies.sum(1), None, None, None

@@ -148,7 +148,7 @@ def rounded(matrix: Tensor) -> Tensor:
     return dequantized(*quantized(matrix), matrix.dtype)
 
 
-def why_no_blocks(config: LlamaConfig, tp: int = 1) -> str:
+def why_not_in_4_bits(config: LlamaConfig, tp: int = 1) -> str:
     """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
         if width % (BLOCK * tp):
@@ -168,7 +168,7 @@ def refuses(work) -> str:
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"
         )
-    return why_no_blocks(work.model.config, parallel.tp)
+    return why_not_in_4_bits(work.model.config, parallel.tp)
 
 
 TECHNIQUE = Technique("", refuses=refuses)  # lora.add_adapters changes the model

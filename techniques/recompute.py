@@ -31,9 +31,11 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from model import Block, Llama
+from plumbing.host_reads import keeping_reads
 from plumbing.messages import UserError
 from techniques.technique import PRODUCTS, Technique
 
@@ -60,6 +62,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
         torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
         torch._dynamo.config.skip_nnmodule_hook_guards = False  # blocks have other hooks
+    is_compiled = compile and not eager
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
@@ -72,15 +75,18 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
                     mark_products(layer)
         if checkpointing != "none":
             # Compiled, "full" has a policy, too: it saves attention's output, not its random state.
-            block.forward = recompute(block.forward, selective=compile or checkpointing != "full")
-        if compile and not eager:
+            selective = compile or checkpointing != "full"
+            block.forward = recompute(block.forward, selective, is_compiled)
+        if is_compiled:
             block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def recompute(forward: Callable, selective: bool) -> Callable:
+def recompute(forward: Callable, selective: bool, is_compiled: bool = False) -> Callable:
     """Return a forward that runs again in backward (labs/recompute writes it by hand)."""
-    context = {"context_fn": _selective_context} if selective else {}
-    return partial(checkpoint, forward, use_reentrant=False, **context)
+    contexts = _selective_contexts if selective else noop_context_fn
+    if not is_compiled:
+        contexts = partial(keeping_reads, contexts)
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
 def saved_layers(module: nn.Module, all_products: bool) -> list[nn.Module]:
@@ -116,7 +122,7 @@ def is_attention(operator: str) -> bool:
     return is_forward and ("scaled_dot_product" in operator or "varlen_attn" in operator)
 
 
-def _selective_context():
+def _selective_contexts():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
     that are marked, but not of LoRA's thin products. In 8 bits, also save the largest element of
     each tensor or row, so that backward does not read all elements to find it again."""

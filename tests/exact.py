@@ -164,6 +164,18 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
         assert calls == expected_calls or parallel.strategy.wrapper == "ddp", key
 
 
+def assert_reads(result: dict, case: dict) -> None:
+    """Assert how often the host reads what experts get, in each layer that has any: in a microbatch
+    once for each stack of matrices, as no kernel multiplies by all of a stack on a CPU, and once
+    for what ranks send. Where backward computes forward again, it reads nothing."""
+    ranks = ParallelConfig(**case["parallel"])
+    if not config_of(case["config"]).n_experts or "objective" in case:
+        return
+    share = BATCH // (ranks.replicate * ranks.shard // ranks.cp)
+    microbatches = share // case.get("microbatch", share)
+    assert result["reads"] == microbatches * (3 + (ranks.ep > 1))
+
+
 def attentions(case: dict, layers: float) -> float:
     """Return the attention forwards of a step in so many layers: one for each microbatch, twice as
     many with full checkpointing of uncompiled blocks, and again with cp, where a rank has two
@@ -206,6 +218,7 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     assert_trained(result, case, reference)
     assert_generation(result, case)
     assert_saved(result, case)
+    assert_reads(result, case)
     compiled = case["parallel"].get("compile")
     if (
         compiled and config_of(case["config"]).n_experts

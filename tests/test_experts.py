@@ -28,7 +28,7 @@ from model import IGNORE
 from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
-from techniques.mixture import Reordered
+from techniques.experts import Reordered
 from techniques.recompute import recompute_and_compile
 from text.tokenizer import load_tokenizer
 

@@ -126,7 +126,8 @@ class Parts:
         self.llama = large_model(seed)
         self.computed = 0
         layers = tuple(self.layer(block) for block in self.llama.layers.values())
-        self.model = Model(apart(self.llama.embed), apart(self.rotate), layers, apart(self.logits))
+        embed = apart(self.llama.tok_embeddings)
+        self.model = Model(embed, apart(self.rotate), layers, apart(self.logits))
 
     def layer(self, block: Block) -> Layer:
         attention = block.attention

@@ -38,6 +38,7 @@ from models.family import families
 from models.own_file import load_file
 from parallel import parallelize, weights_gathered, with_mesh
 from perf.instruments import Counted, Training, build_on_meta
+from plumbing import host_reads
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from plumbing.processes import run
@@ -329,6 +330,12 @@ def train(process, case: dict) -> dict:
     of_task = dict(loss_of=task.loss, count_of=task.count) if task else {}
     training = Training(world, model, runner, optimizer, None, microbatch, CLIP, **of_task)
     steps = steps_of(case)
+    reads = []  # of the last step, where the host waits for what experts get
+
+    def read(counts):
+        reads.append(counts)
+        return counts.tolist()
+
     for step in range(1, steps + 1):
         if isinstance(task, Preferences):
             batch = task.with_base(batch)
@@ -337,10 +344,12 @@ def train(process, case: dict) -> dict:
         elif task:
             task.measured = task.seconds = {}
         count = counter if step == steps else nullcontext()
+        host_reads.READERS[0] = read if step == steps else torch.Tensor.tolist
         with count:
             totals = training.update(training.accumulate(batch), batch)
         measures = task.finish_measures(totals).values() if task else ()
         rows.append((totals.mean_loss, totals.count, totals.grad_norm, *measures))
+    host_reads.READERS[0] = torch.Tensor.tolist
     sent = None if compiled else counter.sent
     to_experts = "ep", "all-to-all"
     if sent and to_experts in sent:  # depends on the routing: the sum over ep does not
@@ -373,6 +382,7 @@ def train(process, case: dict) -> dict:
         "predicted": predicted,
         "sent": sent,
         "layers": len(model.layers),
+        "reads": len(reads) / max(expert_parallel.mixtures_of(model), 1),
         "attentions": profiled_attentions(counter) if compiled else counter.attentions,
         "graphs": dict(counters["stats"]),
         "breaks": dict(counters["graph_break"]),
