@@ -43,7 +43,6 @@ from config import (
     Work,
     decided,
     in_float64,
-    with_optimizer_of,
 )
 from costs.machines import GPUS, assumed_machine
 from costs.search import with_mesh_sizes
@@ -338,7 +337,8 @@ def equal(run: Pretraining) -> str:
     own = local_batch(order, world, job.train_set, 1)
 
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
-        world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
+        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
+        world = replace(world, parallel=replace(world.parallel, **asked))
         optimizer = make_optimizer(model, world, job.lr, run.weight_decay, run.betas)
         return train.update(optimizer, loss, batch.count(), [0] * 3, 1.0, world, step=1)
 

@@ -161,8 +161,9 @@ class ParallelConfig:
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks over which FSDP shards the experts that --ep leaves on a rank. All else
-        has one copy on shard x tp ranks: if these are more than ep, ep x expert_shard."""
+        """Number of ranks over which FSDP shards the experts that --ep leaves on a rank. A copy of
+        all else is on shard x tp ranks, one of the experts on the same ranks, ep x expert_shard of
+        them; or on ep, if that is more."""
         return max(1, self.shard * self.tp // self.ep)
 
     @property
@@ -259,11 +260,6 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, **changes)
 
 
-def with_optimizer_of(other: ParallelConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """Return `parallel` with the optimizer of another configuration."""
-    return replace(parallel, optimizer=other.optimizer, moments=other.moments)
-
-
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
     """Return the flags that ask for `parallel` on its processes: those not at their defaults, and
     those that a run chooses by itself if they are missing. Given `before`, those that differ."""
@@ -338,8 +334,8 @@ class Work:
     def mask_width(self) -> int:
         """Number of keys in a query's mask; 0 if there is none. A kernel that reads the documents
         needs no mask. Without that kernel, sequences of several documents need one, and with
-        --cp all sequences do. Under --cp the keys end with the rank's chunk: on average over its
-        two chunks they are (2 cp + 1) / (4 cp) of seq_len."""
+        --cp all sequences do. Under --cp a rank has chunks r and 2 cp - 1 - r of 2 cp, and the keys
+        end with the chunk: on average they are (2 cp + 1) / (4 cp) of seq_len."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

@@ -45,7 +45,7 @@ from files.adapters import peft_name, recorded
 from files.directories import checkpoints, digest_of_weights, read_config
 from files.loading import find_model, load_weights
 from model import Llama
-from models.family import TARGETS
+from models.family import TARGETS, family_of
 from plumbing import processes
 from plumbing.flags import flag, other_default
 from plumbing.messages import UserError, print_rank_zero
@@ -281,6 +281,17 @@ def base_of(run: Finetuning) -> Path:
     return run.init / name
 
 
+def targets_in(model: Llama, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the matrices that get an adapter: the `asked` ones, by default all that can have one.
+    Raise UserError for a name that no such matrix of the model has."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    possible = [name for name in family_of(model.config).targets(model.config) if name in names]
+    unknown = [name for name in asked if name not in possible]
+    if unknown:
+        raise UserError(f"--targets {' '.join(unknown)}: choose among {', '.join(possible)}")
+    return tuple(name for name in possible if name in (asked or possible))
+
+
 def prepare(
     run: Finetuning, parallel: ParallelConfig, process: Process, script: Script
 ) -> tuple[setup.Job, list]:
@@ -302,7 +313,7 @@ def prepare(
         usual_rate = peak_rate(f"{run.kind}{of_all}", model)
         if run.adapters:
             asked = run.targets if "targets" in run.typed else ()
-            targets = lora.targets_in(model, asked)
+            targets = targets_in(model, asked)
             lora.add_adapters(model, replace(run.adapters, targets=targets), run.base_bits)
     for name in lora.adapters(model):
         peft_name(name, model.config)  # raises for an adapter that PEFT's format cannot name

@@ -98,7 +98,7 @@ class LoRALinear(nn.Linear):
 
     # All but the bias, in the order of product's arguments. What a layer does not have is None.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
-    matrices = ("weight", "lora_A", "lora_B")
+    matrices = ("weight", "lora_A", "lora_B")  # which weight decay is for (plumbing/shards.py)
     set_later = PARAMETERS[2:]  # by init_adapters
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
@@ -241,17 +241,6 @@ def merged_weight(
 def all_matrices(config: LlamaConfig) -> tuple[str, ...]:
     """Return the names of all matrices that an adapter, or a base in 4 bits, may change."""
     return tuple({*TARGETS, *family_of(config).targets(config)})
-
-
-def targets_in(model: Llama, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the matrices that get an adapter: the `asked` ones, by default all that can have one.
-    Raise UserError for a name that no such matrix of the model has."""
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    possible = [name for name in family_of(model.config).targets(model.config) if name in names]
-    unknown = [name for name in asked if name not in possible]
-    if unknown:
-        raise UserError(f"--targets {' '.join(unknown)}: choose among {', '.join(possible)}")
-    return tuple(name for name in possible if name in (asked or possible))
 
 
 def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:

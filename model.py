@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer  # a number: torch.compile makes a graph for each, so compare it here
+        self.layer = layer  # for your changes: torch.compile makes a graph for each number
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights asks the parent of a matrix: this, of the embedding's
+    writes_to_stream = ()  # init_weights asks each matrix's parent: this is tok_embeddings'
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

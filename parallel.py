@@ -23,7 +23,8 @@ neighbours along replicate x shard x tp share a copy of the experts (techniques/
 
 FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives each rank the rows
 [D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
-before a block computes, so that the block sees its tp shard. Norms are replicated over tp.
+before a block computes, so that the block sees its tp shard. Norms are replicated over tp. With
+--tp, --ep or --pp, --dp ddp runs as HSDP with shard = 1 (config.py): FSDP sums all gradients.
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
 in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. An element of a gradient
@@ -108,8 +109,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        # In older torch it has another name.
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -149,8 +149,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, muon.TECHNIQUE]
-# Asked even where their flag is at its default: experts refuse some --tp without --ep. (What --cp
-# cuts are batches: share_sequences.)
+# Asked even where their flag is at its default: experts refuse some --tp without --ep. (--cp is in
+# no list above, since it changes no layers: data.py cuts batches.)
 ALWAYS_ASKED = [
     file.TECHNIQUE for file in (parallel_layers, context_parallel, expert_parallel, pipeline, zero1)
 ]
@@ -207,7 +207,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
-    """Compute in `parallel.dtype`. With bfloat16, trainable weights stay float32.
+    """Compute in `parallel.dtype`, on a GPU by default bfloat16. Trainable weights stay float32.
 
     Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
     are smaller than the spacing of bfloat16 numbers and would be rounded away. Without FSDP,

@@ -248,12 +248,11 @@ class Rewards(Task):
             if hasattr(layer, "keeps_choices"):
                 layer.keeps_choices = self.replays
         # Where experts are chosen anew, rounding may send some tokens to others. (It rounds too
-        # little in float64; in bfloat16 a run only warns.) The whole model tells whether it has
-        # experts, whose shapes vary: a stage of a pipeline may have none.
-        layers = [*self.work.model.modules()]
-        are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)
-        can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
-        chooses_anew = are_routed and not (can_replay and self.replays)
+        # little in float64; in bfloat16 a run only warns.) The whole model is asked for experts: a
+        # stage of a pipeline may have none.
+        whole = self.work.model
+        can_replay = any(hasattr(layer, "keeps_choices") for layer in whole.modules())
+        chooses_anew = whole.config.n_experts > 0 and not (can_replay and self.replays)
         in_float32 = self.world.parallel.dtype == torch.float32
         self.may_be_far = 0.1 if chooses_anew and in_float32 else 0.0  # share of a step's tokens
 
@@ -294,6 +293,8 @@ class Rewards(Task):
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
+        # Answers without a reward have no targets. A target has its answer's `advantage`, and
+        # `sampled_log_p`; at the first one of an answer `begins` is 1.
         rows = Answers(
             [ids for ids, _ in asked[self.own]],
             sampled.answers,
@@ -397,20 +398,20 @@ class Rewards(Task):
         old_log_p = values.get("old_log_p", log_p.detach())
         by_rounding = old_log_p - values["sampled_log_p"]  # log p in training - in sampling
         weight = by_rounding.exp().clamp(max=run.max_ratio)
-        log_ratio = log_p - old_log_p
-        gain, is_clipped = clipped(log_ratio, values["advantage"], *run.clip_ratio)
+        log_change = log_p - old_log_p  # since the first of several updates
+        gain, is_clipped = clipped(log_change, values["advantage"], *run.clip_ratio)
         distance = (log_p.detach() - values["sampled_log_p"]).abs()
         sums = {  # finish_measures divides them by the tokens
             "tokens": batch.count(),
             "far": (by_rounding.abs() > self.tolerance).sum(),
-            "mean_log_ratio": distance.sum(),
+            "mean_log_ratio": distance.sum(),  # log p now over that in sampling
             "clipped": is_clipped.sum(),
             "entropy": losses.detach().sum(),  # the mean of -log p over drawn tokens
         }
         if run.kl is not None:
             log_r = values["base_log_p"] - log_p
             k3 = log_r.exp() - log_r - 1
-            gain = gain - run.kl * log_ratio.exp() * k3
+            gain = gain - run.kl * log_change.exp() * k3
             sums["kl"] = k3.detach().sum()
         self.largest_now = distance.max().clamp(min=self.largest_now)
         rounding = by_rounding.abs().max()

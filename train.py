@@ -192,7 +192,7 @@ def accumulate(
     task_loss: Callable | None = None,
 ) -> Tensor:
     """Run forward and backward on each microbatch of this rank, so many rows of its batch in their
-    order; gradients accumulate.
+    order (by default all at once); gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
     does all the communication of forward and backward. `task_loss` is a task's `loss`: it returns
@@ -210,8 +210,8 @@ def accumulate(
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
             # The model's own loss (chunked_loss.py) has computed the gradients of the hidden states
-            # and of the output weight in its forward, so that no logits are kept. Backward goes on
-            # from there.
+            # and, if it is trained, of the output weight in its forward, so that no logits are
+            # kept. Backward goes on from there.
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -264,10 +264,10 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # By default Muon from scratch, else AdamW; weights of matrices decay, no others. Muon is for
-    # matrices of blocks, and needs them whole: ranks send each other the parts of their momentum,
-    # each orthogonalizes some matrices, and sends back parts of their updates. All else, embedding
-    # and output too, AdamW updates where it is.
+    # By default Muon from scratch, else AdamW; weights of matrices decay, no others, and adapters'
+    # only if asked. Muon is for matrices of blocks, and needs them whole: ranks send each other the
+    # parts of their momentum, each orthogonalizes some matrices, and sends back parts of their
+    # updates. All else, embedding and output too, AdamW updates where it is.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

@@ -1,10 +1,17 @@
 """Import, export and merge: make a checkpoint of any model directory, and of a checkpoint the files
 of other programs. One process does it, matrix by matrix; checkpoint.py has the commands."""
 
+import contextlib
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from files.adapters import merged_weights
 from files.directories import (
@@ -12,12 +19,11 @@ from files.directories import (
     checksums,
     complete,
     describe_differences,
+    failure_reason,
     find_adapter,
     find_checkpoint,
-    new_directory,
     open_weights,
     read_config,
-    save_stored_tensors,
     sync,
 )
 from files.export import check_is_published, save_hf
@@ -26,6 +32,7 @@ from files.gguf import Q8_0, save_gguf
 from files.safetensors import Weights, with_progress_of
 from model import LlamaConfig
 from plumbing.messages import UserError
+from plumbing.new_files import hidden_until_complete
 from text.tokenizer import load_tokenizer
 from text.vocabulary import OtherKind, Tokenizer
 
@@ -59,6 +66,38 @@ def write_checkpoint(
         save_stored_tensors(stored, temporary / "weights")
         digests = checksums(temporary, (temporary / "weights").glob("__*"))
         complete(temporary, config, {"step": 0, "flags": flags}, tokenizer, digests)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yield a directory to write to, in a hidden one, and rename it to `target` if nothing was
+    raised. Raises UserError if the target exists."""
+    if target.exists():
+        raise UserError(f"{target} exists: give the name of a new directory")
+    try:
+        with hidden_until_complete(target) as unfinished:
+            unfinished.mkdir()
+            yield unfinished
+    except (RuntimeError, CheckpointException) as error:
+        if "unexpected pos" not in (reason := failure_reason(error)):  # torch.save could not write
+            raise
+        free = shutil.disk_usage(target.parent).free / 1e9
+        raise UserError(f"cannot write {target}: {reason}; {free:,.3f} GB are free: make room")
+    sync(target.parent)
+
+
+def save_stored_tensors(stored: Weights, directory: Path) -> None:
+    """Write weights/ from one process, which holds one tensor at a time: DCP plans with tensors on
+    `meta`, and each is read only when DCP writes it."""
+
+    class ReadWhenWritten(dcp.DefaultSavePlanner):
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return stored[index.fqn].read()
+
+    on_meta = {}
+    for name, tensor in stored.items():
+        on_meta[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    dcp.save(on_meta, checkpoint_id=directory, planner=ReadWhenWritten(), no_dist=True)
 
 
 def export_weights(

@@ -10,7 +10,6 @@ the index, which says where in these files each tensor lies. A checkpoint gets i
 after its files have been synced to disk: so it is complete, even if the process is killed.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -18,12 +17,11 @@ import json
 import os
 import pickle
 import re
-import shutil
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file, recorded
 from files.formats import checked_config, is_hf, is_meta, note, open_hf, samples_of_weights
@@ -44,7 +42,7 @@ from model import LlamaConfig
 from models.family import families, family_named, family_of
 from plumbing.json_files import JsonFile
 from plumbing.messages import Progress, UserError, print_rank_zero
-from plumbing.new_files import hidden_until_complete, remove
+from plumbing.new_files import remove
 from plumbing.processes import meet
 from text.settings import SETTINGS
 from text.tokenizer import Tokenizer, find_tokenizer
@@ -383,20 +381,6 @@ class _LoadWithProgress(dcp.DefaultLoadPlanner):
         self.progress.add()
 
 
-def save_stored_tensors(stored: Weights, directory: Path) -> None:
-    """Write weights/ from one process, which holds one tensor at a time: DCP plans with tensors on
-    `meta`, and each is read only when DCP writes it."""
-
-    class ReadWhenWritten(dcp.DefaultSavePlanner):
-        def lookup_object(self, index: MetadataIndex) -> Tensor:
-            return stored[index.fqn].read()
-
-    on_meta = {}
-    for name, tensor in stored.items():
-        on_meta[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    dcp.save(on_meta, checkpoint_id=directory, planner=ReadWhenWritten(), no_dist=True)
-
-
 def failure_reason(error: OSError | RuntimeError | CheckpointException) -> str:
     """Return in one line why reading or writing failed."""
     if isinstance(error, CheckpointException):
@@ -440,24 +424,6 @@ def lock_directory(out: Path) -> None:
             break
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-
-
-@contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write to, in a hidden one, and rename it to `target` if nothing was
-    raised. Raises UserError if the target exists."""
-    if target.exists():
-        raise UserError(f"{target} exists: give the name of a new directory")
-    try:
-        with hidden_until_complete(target) as unfinished:
-            unfinished.mkdir()
-            yield unfinished
-    except (RuntimeError, CheckpointException) as error:
-        if "unexpected pos" not in (reason := failure_reason(error)):  # torch.save could not write
-            raise
-        free = shutil.disk_usage(target.parent).free / 1e9
-        raise UserError(f"cannot write {target}: {reason}; {free:,.3f} GB are free: make room")
-    sync(target.parent)
 
 
 def remove_old(newest: Path, keep: int, is_best: bool) -> None:

@@ -21,16 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig, Work
 from costs.page import Traffic, sent_bytes
 from parallel import World, with_mesh
-from perf.instruments import (
-    Rounds,
-    Training,
+from perf.instruments import Rounds, Training, make_step, random_batch, run_in_turns
+from perf.reports import (
     describe_machine,
-    make_step,
     markdown_table,
     megabytes,
     quartiles,
-    random_batch,
-    run_in_turns,
     traffic_in_words,
     write_json,
 )

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from config import Work
 from costs.page import holds, sends
-from perf.instruments import emulate, markdown_table, needs_real_tensors
+from perf.instruments import emulate, needs_real_tensors
+from perf.reports import markdown_table
 
 MOST_BYTES = 4e9  # of real tensors, where an emulation needs them
 

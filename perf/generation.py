@@ -22,16 +22,8 @@ from files.formats import hf_names, to_hf_rows
 from files.loading import weights_of
 from generate import compile_blocks
 from model import Llama, LlamaConfig
-from perf.instruments import (
-    Instrument,
-    check_writable,
-    describe_machine,
-    fill_randomly,
-    markdown_table,
-    quartiles,
-    run_in_turns,
-    write_json,
-)
+from perf.instruments import Instrument, check_writable, fill_randomly, run_in_turns
+from perf.reports import describe_machine, markdown_table, quartiles, write_json
 from perf.rivals import transformers_model
 from plumbing.flags import values_of
 from plumbing.messages import UserError

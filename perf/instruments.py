@@ -13,14 +13,11 @@ process, and a result is the median, over all rounds, of the ratio of two times 
 import contextlib
 import copy
 import itertools
-import json
-import statistics
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
@@ -42,10 +39,8 @@ from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import World, allocate, parallelize, with_mesh, zero_gradients
 from plumbing.messages import UserError, is_rank_zero, with_progress
-from plumbing.new_files import write_atomically
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
-from runs.records import describe_traffic
 from techniques import bfloat16_moments
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
@@ -82,40 +77,6 @@ def run_in_turns(contestants: Contestants, repeats: int) -> Rounds:
     return rounds
 
 
-def quartiles(values: Iterable[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    values = list(values)
-    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-
-
-def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
-    """Return the lines of a table in Markdown, aligned right but for the first column."""
-    first, *others = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
-    ruler = "|---|" + "--:|" * (len(headings) - 1)
-    return [first, ruler, *others]
-
-
-def megabytes(nbytes: float | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
-
-
-def traffic_in_words(traffic: Traffic | None, parallel: ParallelConfig) -> str:
-    unknown = "an unknown amount: blocks are compiled"
-    return unknown if traffic is None else describe_traffic(traffic, parallel)
-
-
-def describe_machine(process: Process) -> dict:
-    """Return the part of a JSON report that says where and when something was measured."""
-    on_gpu = process.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(process.device) if on_gpu else "cpu",
-        "ranks": process.size,
-        "per_node": process.per_node,
-        "torch": str(torch.__version__),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
 def check_writable(flag: str, file: Path | None) -> None:
     """Raise UserError where rank 0 could not write the results to the file that a flag names."""
     if file and is_rank_zero():
@@ -123,12 +84,6 @@ def check_writable(flag: str, file: Path | None) -> None:
             raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")
         if file.is_dir():
             raise UserError(f"{flag} {file} is a directory: give a file in it")
-
-
-def write_json(file: Path | None, results: object) -> None:
-    """Write results on rank 0, if a flag names a file for them."""
-    if file and is_rank_zero():
-        write_atomically(file, json.dumps(results, indent=1, default=str) + "\n")
 
 
 # ----------------------------------------------------------------------- counting collectives

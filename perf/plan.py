@@ -23,7 +23,8 @@ from costs.shapes import flops_per_token
 from lora import adapter_settings
 from parallel import refusal
 from perf.emulated import emulation_table
-from perf.instruments import build_on_meta, check_writable, write_json
+from perf.instruments import build_on_meta, check_writable
+from perf.reports import write_json
 from plumbing.messages import UserError
 from runs.changed import prediction_note
 from techniques import nf4

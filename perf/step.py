@@ -39,17 +39,8 @@ from costs.page import Traffic, holds
 from costs.search import usable_memory
 from costs.shapes import flops_per_token, peak_flops
 from parallel import World, zero_gradients
-from perf.instruments import (
-    Rounds,
-    Training,
-    markdown_table,
-    megabytes,
-    quartiles,
-    run_in_turns,
-    silenced,
-    traffic_in_words,
-    write_json,
-)
+from perf.instruments import Rounds, Training, run_in_turns, silenced
+from perf.reports import markdown_table, megabytes, quartiles, traffic_in_words, write_json
 from perf.verdict import EXPOSED, Facts, percent, verdict
 from plumbing.messages import print_rank_zero
 from runs.changed import prediction_note

@@ -292,9 +292,13 @@ def describe_run(
 
 
 def describe_epochs(sequences: int, sources: list[tuple[int, int]]) -> str:
-    """Return how many sequences each source has, and how often a run of `sequences` reads them."""
-    share = sequences / sum(places for _, places in sources)
-    parts = (f"{rows:,} sequences an epoch, {share * n / rows:.3g} epochs" for rows, n in sources)
+    """Return how many sequences each source has, and how often a run of `sequences` reads them.
+    `sources`: of each its sequences, and its places in a round (text/order.py)."""
+    rounds = sequences / sum(places for _, places in sources)
+    parts = []
+    for rows, places in sources:
+        epochs = rounds * places / rows
+        parts.append(f"{rows:,} sequences an epoch, {epochs:.3g} epochs")
     return " and ".join(parts)
 
 

@@ -7,9 +7,9 @@ KL(teacher, student) spreads over all that the teacher may say, and one that min
 KL(student, teacher) keeps to what the teacher thinks likely, perhaps only to some of it.
 
 Logits are of n tokens, [n, V]; with tensor parallelism V are those of a rank's shard. In backward a
-sum over V gives a rank the gradient of its own addends alone. So no addend may have another sum in
-it that needs a gradient: the student's logsumexp is added outside of the sum, or detached. (The
-teacher's needs none.)
+sum over V gives a rank the gradient of its own addends alone (ShardedVocabulary of parallel.py). So
+no addend may have another sum in it that needs a gradient: the student's logsumexp is added outside
+of the sum, or detached. (The teacher's needs none.)
 """
 
 import torch

@@ -33,7 +33,7 @@ def refuses(work) -> str:
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
             f"feed-forward width of {widths} evenly: --tp must divide {shareable}"
         )
-    if work.length % parallel.tp and torch.__version__ < "2.13":  # as versions
+    if work.length % parallel.tp and torch.__version__ < "2.13":  # compared as versions
         shares = work.seq_len // work.length  # of which each rank has two chunks
         multiple = parallel.tp * (2 * shares if shares > 1 else 1)
         return (

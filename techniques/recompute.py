@@ -74,7 +74,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
                 for layer in saved_layers(module, all_products=checkpointing == "products"):
                     mark_products(layer)
         if checkpointing != "none":
-            # Compiled, "full" has a policy, too: it saves attention's output, not its random state.
+            # Compiled, "full" has a policy, too, which saves attention's output. Else the compiler
+            # would save a random state in its place, and compute attention again.
             selective = compile or checkpointing != "full"
             block.forward = recompute(block.forward, selective, is_compiled)
         if is_compiled:

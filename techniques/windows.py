@@ -96,6 +96,7 @@ def fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> T
     visible = visible[:, None].repeat(B, 1, 1, 1)  # [B n, 1, W, 2 W]
     if mask is not None:
         rows = mask.expand(B, -1, -1, -1)
+        # Any value will do: `visible` hides padded keys, and padded queries are cut off.
         padded = F.pad(rows, (before, after, 0, after), value=True)
         groups = padded.unflatten(2, (n, W))
         # Of every group of queries with every group of keys, those of the same number.

@@ -18,7 +18,7 @@ from files.formats import hf_config
 from files.gguf import save_gguf
 from files.loading import load_pretrained
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
-from lora import targets_in
+from finetune_lora import targets_in
 from models.deepseek_v3 import TINY, V3, Router
 from models.mixtral import MixtralConfig
 from parallel import refusal

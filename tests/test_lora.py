@@ -14,6 +14,7 @@ from torch import nn
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
 from files.export import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from finetune_lora import targets_in
 from lora import (
     LoRA,
     LoRALinear,
@@ -21,7 +22,6 @@ from lora import (
     add_adapters,
     init_adapters,
     merged_weight,
-    targets_in,
 )
 from model import Llama, LlamaConfig
 from plumbing.messages import UserError

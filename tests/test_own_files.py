@@ -11,7 +11,7 @@ from exact import assert_generation, assert_trained, case, train
 from test_models import flags
 from workers.train_cases import SIZES_OF_FILES, build
 
-from lora import targets_in
+from finetune_lora import targets_in
 
 SPLITS = {  # of two ranks
     "ddp": dict(replicate=2),

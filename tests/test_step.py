@@ -21,7 +21,8 @@ from model import IGNORE, PRESETS, Llama
 from parallel import with_mesh
 from perf import verdict as rules
 from perf.compare import Cost, compare_losses, default_contestants
-from perf.instruments import Training, build_on_meta, megabytes, random_batch
+from perf.instruments import Training, build_on_meta, random_batch
+from perf.reports import megabytes
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED, Facts, verdict
 from plumbing.joining import init_distributed
