@@ -44,7 +44,8 @@ class Strategy:
 
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}  # FSDP
-ZERO1_STATE = {"gradients": "replicate", "optimizer": "replicate"}  # ZeRO-1: all but parameters
+# ZeRO-1: all but parameters. Whole gradients exist until the last backward has sent them.
+ZERO1_STATE = {"gradients": "replicate", "optimizer": "replicate"}
 STRATEGIES = {  # --dp auto takes the first that fits
     "ddp": Strategy("ddp", "rank"),
     "zero1": Strategy("zero1", "rank", ZERO1_STATE, automatic=False),
@@ -162,8 +163,8 @@ class ParallelConfig:
     @property
     def expert_shard(self) -> int:
         """Number of ranks over which FSDP shards the experts that --ep leaves on a rank. A copy of
-        all else is on shard x tp ranks, one of the experts on the same ranks, ep x expert_shard of
-        them; or on ep, if that is more."""
+        all else spans shard x tp ranks. A copy of the experts spans ep x expert_shard: as many, or
+        ep if that is more."""
         return max(1, self.shard * self.tp // self.ep)
 
     @property

@@ -91,9 +91,8 @@ def load_split(
         whole = config.build()
         model = config.build()  # the one that is split; `whole` answers what is refused
     document = seq_len if asked.chat else 0
-    work = requested_work(
-        parallel, whole, process, None, seq_len, asked.microbatch, document=document
-    )
+    sizes = dict(batch=None, seq_len=seq_len, microbatch=asked.microbatch, document=document)
+    work = requested_work(parallel, whole, process, **sizes)  # one microbatch on each share
     check_parallel(work, asked.parallel.shard, process)
     check_work(work, *techniques)  # add_adapters could not make layers in 4 bits of other sizes
     if adapter or bits == 4:

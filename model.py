@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # init_weights asks each matrix's parent: this is tok_embeddings'
+    writes_to_stream = ()  # of tok_embeddings and output none is added to it: see init_weights
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

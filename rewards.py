@@ -275,7 +275,7 @@ class Rewards(Task):
         stop = self.job.tokenizer.stop
         asked = prompts_of_step(self, numbers)
         answers, sampled, rewards = self.answer(asked, numbers)
-        rewards = rewards.view(-1, run.group)
+        rewards = rewards.view(-1, run.group)  # answers of a group follow each other
         advantages, is_mixed = advantages_of(rewards, run.normalize)
         advantages = advantages.flatten()
         have_rewards = ~rewards.isnan().any(1)  # [groups]

@@ -203,8 +203,9 @@ class Live(Instrument):
     def _count_tensors(self, values: Iterable) -> None:
         for value in values:
             if isinstance(value, Tensor) and value.device.type != "meta":  # that has no memory
-                tensor = to_local(value)
-                tensor = getattr(tensor, "elem", tensor)  # what an AsyncCollectiveTensor wraps
+                # What a DTensor or an AsyncCollectiveTensor wraps; to_local would be an operator.
+                tensor = getattr(value, "_local_tensor", value)
+                tensor = getattr(tensor, "elem", tensor)
                 storage = tensor.untyped_storage()
                 self._count_storage(storage._cdata, storage)
         self.peak = max(self.peak, self.now)

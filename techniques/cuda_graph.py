@@ -1,8 +1,8 @@
 """CUDA graphs: a GPU repeats a recorded step, all of whose kernels the host starts by one call.
 
 A token of an 8B model takes some 1,600 kernels, most of them so short that the host needs longer to
-start one than the GPU to run it. A step that has been recorded, which runs nothing, is repeated as
-a whole:
+start one than the GPU to run it. A step is recorded, without being run, and then repeated as a
+whole:
 
     one by one    host  start  start  start  start        repeated    host  start
                   GPU     ▐k     ▐k     ▐k     ▐k                     GPU     ▐k▐k▐k▐k

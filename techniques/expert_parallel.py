@@ -56,7 +56,7 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
     # The host has to know sizes before it can send: here it waits for all that a GPU has to do,
     # once in a block and microbatch, and not where backward computes forward again.
     sizes = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])  # [2, N]
-    sent, received = read_counts(sizes, len(rows))
+    sent, received = read_counts(sizes, total=len(rows))
     rows = AllToAll.apply(rows, sent, received, group)  # by rank, and those of a rank by expert
     experts = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
     expert_of = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))

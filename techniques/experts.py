@@ -137,7 +137,7 @@ class GroupedLinear(nn.Module):
 def products_of_each(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
     # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
-    (sizes,) = read_counts(counts[None], len(x))
+    (sizes,) = read_counts(counts[None], total=len(x))
     parts = zip(x.split(sizes), weight.unbind())
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 

@@ -1,4 +1,5 @@
-"""ZeRO-1: DDP whose AdamW state is sharded (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""ZeRO-1: DDP whose AdamW state and summed gradients are sharded (Rajbhandari et al. 2020,
+arXiv:1910.02054).
 
     rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
     rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1

@@ -220,10 +220,9 @@ def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = N
     assert_saved(result, case)
     assert_reads(result, case)
     compiled = case["parallel"].get("compile")
-    if (
-        compiled and config_of(case["config"]).n_experts
-    ):  # which run between two graphs, and selective
-        return  # checkpointing around them in none
+    # Experts run between two graphs; with selective checkpointing around them, in none.
+    if compiled and config_of(case["config"]).n_experts:
+        return
     assert result["attentions"] == attentions(case, result["layers"])
     if compiled:  # all blocks share a graph; with LoRA the first has another
         expected = 2 if "lora" in case else 1  # since its input needs no gradient

@@ -221,12 +221,14 @@ EVERY = [
     for nproc, layouts in LAYOUTS.items()
 ]
 EVERY = [*LAYOUTS.items(), *EVERY, (2, "muon-fsdp2 muon-fsdp2>muon-tp2")]
-ON_TWO = "zero2 pp2 zero2>zero2 fsdp2tp2>fsdp2 pp2>zero2"
+EXPERTS = "shared_expert.py:ep2"
+FEW = [
+    (2, f"zero2 pp2 fsdp2 zero2>zero2 pp2>zero2 fsdp2>pp2 {EXPERTS}"),
+    (1, f"zero2>one {EXPERTS}>one"),
+]
 
 
-@pytest.mark.parametrize(
-    "launches", [[(4, "fsdp2tp2"), (2, ON_TWO), (1, "zero2>one")], slow(EVERY)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("launches", [FEW, slow(EVERY)], ids=["few", "all"])
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, launches):
     """Two steps after resuming have the losses and gradient norms of the run that was not
     interrupted: on the same mesh exactly, on another up to rounding."""

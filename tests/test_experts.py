@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import like, metrics, succeed
+from conftest import like, metrics, slow, succeed
 from test_chat import BYTES
 from test_finetune import flags as lora_flags
 from test_formats import our_model, stored
@@ -74,6 +74,7 @@ def test_padding_is_no_token_of_the_balance():
     assert alone.any() and not excess(padded, targets, factor=0.0).any()
 
 
+@pytest.mark.slow
 def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
     """With experts on other ranks, or on all. The four ranks train as one does, in float64."""
     given = dict(steps=4, model="tiny-experts", dp="fsdp", save_every=2, eval_every=2)
@@ -90,7 +91,8 @@ def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["finetune_lora.py", "preferences.py", "rewards.py"])
-def test_a_task_is_the_same_on_any_number_of_ranks(tmp_path, sums, script):
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_a_task_is_the_same_on_several_ranks(tmp_path, sums, script, ranks):
     """Steps of all weights: on packed conversations, on pairs, and on answers with equal rewards,
     whose gradient is 0, and so is that of the routers' biases."""
     model = our_model(replace(SMALL, vocab_size=267), torch.float64, seed=5, factor=2, norms=(1, 1))
@@ -107,15 +109,15 @@ def test_a_task_is_the_same_on_any_number_of_ranks(tmp_path, sums, script):
         (tmp_path / "reward.py").write_text("def reward(**given):\n    return 0.3\n")
         given |= dict(reward=tmp_path / "reward.py", max_new_tokens=6)
     given["val_data"] = data
-    for nproc in (0, 2, 4):
-        out = tmp_path / f"{nproc}"
-        split = dict(dp="fsdp", ep=nproc, microbatch=1) if nproc else {}
-        succeed(script, *lora_flags(tmp_path / "base", data, out, **given | split), nproc=nproc)
-        same_metrics(metrics(out), metrics(tmp_path / "0"))
-        ours, first = weights(out), weights(tmp_path / "0")
-        for name, value in first.items():
-            assert (ours[name] - value).norm() <= 1e-12 * value.norm(), name
-    norms = [row["grad_norm"] for row in metrics(tmp_path / "0")]
+    one, several = tmp_path / "one", tmp_path / "several"
+    succeed(script, *lora_flags(tmp_path / "base", data, one, **given))
+    given |= dict(dp="fsdp", ep=ranks, microbatch=1)
+    succeed(script, *lora_flags(tmp_path / "base", data, several, **given), nproc=ranks)
+    same_metrics(metrics(several), metrics(one))
+    ours = weights(several)
+    for name, value in weights(one).items():
+        assert (ours[name] - value).norm() <= 1e-12 * value.norm(), name
+    norms = [row["grad_norm"] for row in metrics(one)]
     if script == "rewards.py":
         assert norms == [0, 0]
         for name, bias in model.named_parameters():

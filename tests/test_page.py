@@ -107,7 +107,7 @@ def test_the_page_beside_counted_steps(monkeypatch):
         print(f"{name}: {len(errors)} steps, {shares}, from {least:+.0%} to {most:+.0%}")
 
 
-QUICK = range(0, len(ROWS), len(ROWS) // 6)
+QUICK = range(0, len(ROWS), len(ROWS) // 3)
 OTHERS = [slow(i) for i in range(len(ROWS)) if i not in QUICK]
 
 
@@ -141,7 +141,7 @@ EXACT = {  # a model, and how it is split
     "TP": (TWO, dict(tp=2, replicate=2)),
     "CP": (TWO, dict(dp="fsdp", shard=4, cp=2)),
     "PP": (TWO, dict(pp=2, replicate=2)),
-    "FSDP x TP x CP x PP": (TWO, dict(dp="fsdp", shard=2, cp=2, tp=2, pp=2)),
+    "FSDP x TP x CP x PP": (WIDE, dict(dp="fsdp", shard=2, cp=2, tp=2, pp=2)),
     # Of a tied matrix the last stage has a copy.
     "PP x TP, tied": (TWO_TIED, dict(pp=2, tp=2)),
     # Of 258 rows of a rank of tp FSDP pads to 260.
@@ -165,13 +165,14 @@ EXACT = {  # a model, and how it is split
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_plain_llama_sends_exactly_that(name):
-    """README's table, in two microbatches on the first and on the last stage."""
+    """README's table, in three microbatches on the first and on the last stage."""
     config, split = EXACT[name]
     parallel = ParallelConfig(**split, dtype=torch.bfloat16)
-    work = step_of(build_on_meta(config), parallel, 2, 2, 256)
+    work = step_of(build_on_meta(config), parallel, 2, 3, 256)
     for stage in {0, work.parallel.pp - 1}:
         sent, held = emulate(work, stage)
-        assert payload_of(sends(work, stage)) == payload_of(sent), stage
+        expected = pytest.approx(payload_of(sent), rel=1e-12)
+        assert payload_of(sends(work, stage)) == expected, stage
         check_memory(work, stage, held)
 
 

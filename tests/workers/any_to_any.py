@@ -28,6 +28,7 @@ LAYOUTS = {
     "pp4": dict(pp=4), "pp2fsdp2": dict(dp="fsdp", shard=2, pp=2),
     "fsdp2tp2": dict(dp="fsdp", shard=2, tp=2), "muon-tp2": dict(tp=2, optimizer="muon"),
     "muon-fsdp2": dict(dp="fsdp", shard=2, optimizer="muon"),
+    "ep2": dict(dp="fsdp", shard=2, ep=2),
 }  # fmt: skip
 # Neither the vocabulary nor the feed-forward can be sharded evenly over 4 ranks.
 CONFIG = dict(dim=36, n_layers=4, n_heads=6, n_kv_heads=2, ffn_dim=46, vocab_size=269)

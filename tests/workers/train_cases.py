@@ -66,8 +66,9 @@ CLIP = 0.03  # below all norms, so that clipping is seen to work
 def steps_of(case: dict) -> int:
     """Return how many steps a case trains; what the last one sends is counted. The second goes on
     from the first's weights and moments. With DDP, it also sends which buckets gradients are in."""
-    strategy = case["parallel"].get("dp", "ddp")
-    return case.get("steps", 3 if strategy == "ddp" else 2)
+    parallel = ParallelConfig(**case["parallel"])
+    has_buckets = parallel.strategy.wrapper == "ddp" and parallel.size > 1
+    return case.get("steps", 3 if has_buckets else 2)
 
 
 def batch_of(packed: bool, seq: int = SEQ, seed: int = 0) -> Batch:
@@ -207,9 +208,9 @@ def own_loss(logits, targets, vocabulary):
     return focal + 1e-2 * lse**2
 
 
-def merge_ranks(values: dict) -> dict:
-    """Merge dictionaries of all ranks: each stage of a pipeline has the names of its own layers."""
-    if not dist.is_initialized():
+def merge_stages(values: dict, parallel: ParallelConfig) -> dict:
+    """Merge dictionaries of all ranks: a stage of a pipeline has the names of its own layers."""
+    if parallel.pp == 1:
         return values
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, values)
@@ -372,9 +373,9 @@ def train(process, case: dict) -> dict:
     counters = torch._dynamo.utils.counters
     return {
         "rows": rows,
-        "gradients": merge_ranks(gradients),
-        "first": merge_ranks(first),
-        "last": merge_ranks(last),
+        "gradients": merge_stages(gradients, world.parallel),
+        "first": merge_stages(first, world.parallel),
+        "last": merge_stages(last, world.parallel),
         "tokens": tokens,
         "sampling_gathers": gathers,
         "adapters": saved,
