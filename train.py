@@ -130,8 +130,8 @@ def train(task: Task, runner: nn.Module) -> bool:
                 loss = accumulate(runner, part, work.microbatch, world, task.loss)
                 count, sizes = task.count(part), task.sizes(part)
                 totals = update(optimizer, loss, count, sizes, run.clip, world, step)
-            # Loss, count and norm are the last part's. The sizes are the step's: each part of a batch
-            # keeps the text_bytes and the lengths of the whole batch.
+            # Loss, count and norm are the last part's. The sizes are the step's: each part of a
+            # batch keeps the text_bytes and the lengths of the whole batch.
             measures = task.finish_measures(totals)
             metrics = recorder.measure(step, totals, lr, measures)
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
