@@ -43,6 +43,7 @@ from config import (
     Work,
     decided,
     in_float64,
+    with_optimizer_of,
 )
 from costs.machines import GPUS, assumed_machine
 from costs.search import with_mesh_sizes
@@ -337,8 +338,7 @@ def equal(run: Pretraining) -> str:
     own = local_batch(order, world, job.train_set, 1)
 
     def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
-        asked = dict(optimizer=work.parallel.optimizer, moments=work.parallel.moments)
-        world = replace(world, parallel=replace(world.parallel, **asked))
+        world = replace(world, parallel=with_optimizer_of(work.parallel, world.parallel))
         optimizer = make_optimizer(model, world, job.lr, run.weight_decay, run.betas)
         return train.update(optimizer, loss, batch.count(), [0] * 3, 1.0, world, step=1)
 

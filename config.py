@@ -261,6 +261,11 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, **changes)
 
 
+def with_optimizer_of(other: ParallelConfig, parallel: ParallelConfig) -> ParallelConfig:
+    """Return `parallel` with the optimizer of another configuration."""
+    return replace(parallel, optimizer=other.optimizer, moments=other.moments)
+
+
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
     """Return the flags that ask for `parallel` on its processes: those not at their defaults, and
     those that a run chooses by itself if they are missing. Given `before`, those that differ."""

@@ -250,9 +250,10 @@ class Rewards(Task):
         # Where experts are chosen anew, rounding may send some tokens to others. (It rounds too
         # little in float64; in bfloat16 a run only warns.) The whole model is asked for experts: a
         # stage of a pipeline may have none.
-        whole = self.work.model
-        can_replay = any(hasattr(layer, "keeps_choices") for layer in whole.modules())
-        chooses_anew = whole.config.n_experts > 0 and not (can_replay and self.replays)
+        layers = [*self.work.model.modules()]
+        are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)  # of experts alone
+        can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
+        chooses_anew = are_routed and not (can_replay and self.replays)
         in_float32 = self.world.parallel.dtype == torch.float32
         self.may_be_far = 0.1 if chooses_anew and in_float32 else 0.0  # share of a step's tokens
 

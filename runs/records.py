@@ -295,11 +295,10 @@ def describe_epochs(sequences: int, sources: list[tuple[int, int]]) -> str:
     """Return how many sequences each source has, and how often a run of `sequences` reads them.
     `sources`: of each its sequences, and its places in a round (text/order.py)."""
     rounds = sequences / sum(places for _, places in sources)
-    parts = []
-    for rows, places in sources:
-        epochs = rounds * places / rows
-        parts.append(f"{rows:,} sequences an epoch, {epochs:.3g} epochs")
-    return " and ".join(parts)
+    return " and ".join(
+        f"{rows:,} sequences an epoch, {rounds * places / rows:.3g} epochs"
+        for rows, places in sources
+    )
 
 
 def describe_mesh(world: World) -> str:
