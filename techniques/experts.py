@@ -119,6 +119,8 @@ class GroupedLinear(nn.Module):
     def __init__(self, n_experts: int, in_features: int, out_features: int, used: int):
         super().__init__()
         self.used = used  # a token uses so many of the matrices
+        # One kernel multiplies the rows of all experts, if rows have whole parts of 16 bytes.
+        self.has_kernel = in_features % 8 == out_features % 8 == 0
         self.own = as_it_is
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
@@ -126,8 +128,7 @@ class GroupedLinear(nn.Module):
         weight = self.own(self.weight)
         if x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
-        has_vectors = not any(size % 8 for size in weight.shape[1:])  # of 16 bytes
-        if x.is_cuda and x.dtype == torch.bfloat16 and has_vectors:
+        if x.is_cuda and x.dtype == torch.bfloat16 and self.has_kernel:
             ends = counts.cumsum(0, dtype=torch.int32)  # which the host need not know
             return F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends)
         return products_of_each(x, weight, counts)

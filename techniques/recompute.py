@@ -161,6 +161,8 @@ def stays_uncompiled(model: Llama, world) -> bool:
             return True
         if may_vary and hasattr(module, "shapes_vary"):
             return True
+        if not getattr(module, "has_kernel", True):
+            return True
     return False
 
 

@@ -27,6 +27,7 @@ In the files of techniques, of experts and of adapters:
     set_later         names of its parameters that Llama.init_weights leaves to another file
     by_token          True: it computes each token by itself, so that --tp need not gather tokens
     shapes_vary       True: its shapes change from batch to batch, so that it is not compiled
+    has_kernel        False: on a GPU, too, it is computed by parts that are not compiled
     keeps_choices     whether forward keeps in `chosen` [N, K] what it chooses for each token; with
                       choices that are `given` it computes these (rewards.py sets both)
     no_slope          names of parameters whose gradient is not the slope of the loss

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import like, metrics, slow, succeed
+from conftest import alone, like, metrics, slow, succeed
 from test_chat import BYTES
 from test_finetune import flags as lora_flags
 from test_formats import our_model, stored
@@ -29,7 +29,7 @@ from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
 from plumbing.messages import UserError
 from techniques.experts import Reordered
-from techniques.recompute import recompute_and_compile
+from techniques.recompute import about, recompute_and_compile
 from text.tokenizer import load_tokenizer
 
 SMALL = MixtralConfig(16, 2, 2, 2, 24, 31)
@@ -155,6 +155,16 @@ def test_ranks_that_share_experts_sample_as_one_does(tmp_path):
         assert of_share == answers
         drawn = slice(len(answers[0]))
         torch.testing.assert_close(log_p_of_share[:, drawn], log_p[:, drawn], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("width, says", [(24, ""), (20, "blocks are not compiled")])
+def test_experts_without_a_kernel_leave_blocks_uncompiled(width, says):
+    """The kernel of a GPU takes rows of whole 16 bytes. What stands in for it cannot be compiled,
+    nor can a checkpoint be divided around it."""
+    options = dict(dtype=torch.bfloat16, compile=True, checkpointing="full")
+    world = replace(alone(**options), device=torch.device("cuda"))
+    said = about(build_on_meta(replace(SMALL, ffn_dim=width)), world)
+    assert said.startswith(says) and bool(said) == bool(says)
 
 
 def test_a_token_costs_its_experts_alone():
