@@ -216,11 +216,10 @@ def test_code_in_torchs_index_is_not_run(tmp_path, capsys):
 
 LAYOUTS = {1: "one", 2: "ddp2 zero2 fsdp2 tp2 pp2", 4: "fsdp4 hsdp2x2 fsdp2tp2 pp2fsdp2 pp4"}
 SOURCES = " ".join(LAYOUTS.values()).split()
-EVERY = [
-    (nproc, " ".join(f"{source}>{layout}" for source in SOURCES for layout in layouts.split()))
-    for nproc, layouts in LAYOUTS.items()
-]
-EVERY = [*LAYOUTS.items(), *EVERY, (2, "muon-fsdp2 muon-fsdp2>muon-tp2")]
+EVERY = [*LAYOUTS.items(), (2, "muon-fsdp2 muon-fsdp2>muon-tp2")]
+for nproc, layouts in LAYOUTS.items():
+    resumed = [f"{source}>{layout}" for source in SOURCES for layout in layouts.split()]
+    EVERY.append((nproc, " ".join(resumed)))
 EXPERTS = "shared_expert.py:ep2"
 FEW = [
     (2, f"zero2 pp2 fsdp2 zero2>zero2 pp2>zero2 fsdp2>pp2 {EXPERTS}"),
@@ -235,9 +234,12 @@ def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, launches):
     for nproc, work in launches:
         script = "tests/workers/any_to_any.py"
         succeed(script, tmp_path, *work.split(), nproc=nproc, timeout=300)
-    for name in (name for _, work in launches for name in work.split() if ">" in name):
+    resumed = [path for path in tmp_path.glob("*.json") if ">" in path.name]
+    for path in resumed:
+        name = path.stem
         source, layout = name.split(">")
-        ours, theirs = (json.loads((tmp_path / f"{w}.json").read_text()) for w in (name, source))
+        ours = json.loads(path.read_text())
+        theirs = json.loads((tmp_path / f"{source}.json").read_text())
         if source == layout:
             assert ours == theirs, name
         for row, expected in zip(ours, theirs, strict=True):

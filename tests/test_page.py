@@ -45,14 +45,18 @@ ROWS = [json.loads(line) for line in COUNTED.read_text().splitlines()]
 def work_of(step: dict) -> tuple[Work, int]:
     """Return the step of a row of COUNTED, and the place along pp of the rank that was counted."""
     given = step | dict(dtype=getattr(torch, step["dtype"]))
-    others = "ranks config adapters base_bits stage microbatch microbatches".split()
-    ranks, name, adapters, bits, stage, *sequences = (given.pop(key) for key in others)
-    config, lora = CONFIGS[name], ADAPTERS[adapters]
-    parallel = parallel_config(ranks, bool(lora), **given)
-    if (pp := parallel.pp) > 1:
-        config = replace(config, n_layers=pp * parallel.stages_per_rank + 1)
-    work = step_of(build_on_meta(config, lora, base_bits=bits), parallel, *sequences, 256)
-    return work, pp - 1 if stage == "last" else 0
+    config = CONFIGS[given.pop("config")]
+    lora = ADAPTERS[given.pop("adapters")]
+    bits = given.pop("base_bits")
+    stage = given.pop("stage")
+    microbatch = given.pop("microbatch")
+    microbatches = given.pop("microbatches")
+    parallel = parallel_config(has_adapters=bool(lora), **given)
+    if parallel.pp > 1:
+        config = replace(config, n_layers=parallel.pp * parallel.stages_per_rank + 1)
+    model = build_on_meta(config, lora, base_bits=bits)
+    work = step_of(model, parallel, microbatch, microbatches, 256)
+    return work, parallel.pp - 1 if stage == "last" else 0
 
 
 def payload_of(traffic: Traffic) -> dict[str, int]:
