@@ -1,6 +1,7 @@
-"""distill.py: its divergences, runs of it, and the teachers that it refuses.
+"""distill.py: divergences are those of the formulas and of trl, and runs on two ranks are those of
+one process. Teachers that do not fit are refused.
 
-That its gradients are those of the formula on every split is test_exact.py's."""
+Gradients on every split are compared with the formula in test_exact.py."""
 
 import json
 import shutil
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from conftest import launch, metrics, refused, slow, succeed
 from test_finetune import BYTES, CONFIG, last_factors, same_run
 from test_formats import our_model, stored
-from test_train import as_flags, resumes, same_metrics
+from test_train import as_flags, flip, resumes, same_metrics
 
 import techniques.chunked_loss as chunked_loss
 from config import ParallelConfig, Work
@@ -28,6 +29,7 @@ from runs.each_target import cross_entropies, from_logits
 from runs.teacher import check_vocabulary
 from techniques.divergence import forward_kl, likeliest, reverse_kl, shares_of
 from techniques.nf4 import rounded
+from text.bpe import train_tokenizer
 from text.tokenizer import load_tokenizer
 
 N, V, K = 9, 17, 5
@@ -180,8 +182,8 @@ def same_measures(ours: Path, theirs: Path) -> None:
 
 
 RUNS = [
-    (dict(dp="fsdp"), dict(all_weights=True)),
-    (dict(tp=2), dict(top_k=9)),
+    (dict(dp="fsdp"), dict(all_weights=True, top_k=9)),
+    slow(dict(tp=2), dict(top_k=9)),
     slow(dict(pp=2, microbatch=2), dict(all_weights=True, top_k=9)),
     slow(dict(dp="fsdp", cp=2, offload=True), dict(dora=True)),
 ]
@@ -202,8 +204,8 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
 
 
 OF_ANSWERS = [
-    dict(dp="fsdp", eval_every=2),
     dict(cp=2),
+    slow(dict(dp="fsdp")),
     slow(dict(tp=2)),
     slow(dict(pp=2, microbatch=2)),
 ]
@@ -225,6 +227,7 @@ def test_its_own_answers_are_the_same_on_two_ranks(given, tmp_path, mesh):
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks(given, tmp_path):
     given = on_policy(given) | dict(all_weights=True)
     out = tmp_path / "out"
@@ -293,46 +296,53 @@ def test_other_vocabularies_are_named():
         check_vocabulary(theirs, ours, "TEACHER")
 
 
-WRONG = {
-    "missing": (dict(teacher="nowhere"), ["no checkpoint in 'nowhere'"]),
-    "an adapter's k": (dict(top_k=267), ["--top-k 267 is all of 267 tokens"]),
-    "own answers": (dict(on_policy=True, top_k=3), ["are for answers that are given"]),
-    "no answers": (dict(chat=True), ["are for --on-policy"]),
-    "heads": (dict(tp=8), ["are no multiple of --tp 8"]),
+WRONG = {  # ranks, flags, what is said
+    "missing": (2, dict(teacher="nowhere"), "no checkpoint in 'nowhere'"),
+    "all tokens": (2, dict(top_k=267), "--top-k 267 is all of 267 tokens"),
+    "own answers": (0, dict(on_policy=True, top_k=3), "are for answers that are given"),
+    "no answers": (0, dict(chat=True), "are for --on-policy"),
+    "ranks": (2, dict(tp=8), "are no multiple of --tp 8"),
 }
 
 
-@pytest.mark.parametrize("more, says", WRONG.values(), ids=WRONG)
-def test_what_cannot_be_is_refused(given, tmp_path, more, says):
-    refused(launch(*command(given, tmp_path / "out", **more), nproc=2), *says)
+@pytest.mark.parametrize("nproc, more, says", WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_refused(given, tmp_path, nproc, more, says):
+    refused(launch(*command(given, tmp_path / "out", **more), nproc=nproc), says)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "rows", "short", "damaged", "heads"])
-def test_a_teacher_that_does_not_fit_is_refused(given, tmp_path, kind):
+UNFIT = {  # what the teacher has, flags, what is said
+    "rows": (dict(vocab_size=270), {}, "its output has 270 rows, the student's 267"),
+    "short": (dict(max_seq_len=64), {}, "maximum: --seq-len 64"),
+    "heads": (dict(n_heads=3, n_kv_heads=3, dim=48), dict(tp=2), "--tp 2 cannot shard 3 key"),
+}
+
+
+@pytest.mark.parametrize("sizes, more, says", UNFIT.values(), ids=UNFIT)
+def test_a_teacher_that_does_not_fit_is_refused(given, tmp_path, sizes, more, says):
     """On all ranks, in one line."""
     teacher = tmp_path / "teacher"
-    more = {}
-    config, tokenizer = LARGER, BYTES
-    if kind == "tokens":
-        tokenizer = load_tokenizer("python-300")
-        config, says = replace(LARGER, vocab_size=tokenizer.vocab_size), "has another vocabulary"
-    elif kind == "rows":
-        config, says = replace(LARGER, vocab_size=270), "its output has 270 rows, the student's 267"
-    elif kind == "short":
-        config, says = replace(LARGER, max_seq_len=64), "maximum: --seq-len 64"
-    elif kind == "heads":
-        config, says = replace(LARGER, n_heads=3, n_kv_heads=3, dim=48), "--tp 2 cannot shard 3 key"
-        more = dict(tp=2)
-    else:
-        says = "damaged"
-    write_model(teacher, config, seed=6, tokenizer=tokenizer)
-    if kind == "damaged":
-        (file,) = (teacher / "weights").glob("*.distcp")
-        content = bytearray(file.read_bytes())
-        content[-9] ^= 1
-        file.write_bytes(content)
-    out = launch(*command(given | dict(teacher=teacher), tmp_path / "out", **more), nproc=2)
+    write_model(teacher, replace(LARGER, **sizes), seed=6)
+    out = launch(*command(given, tmp_path / "out", teacher=teacher, **more), nproc=2)
     refused(out, str(teacher), says)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(given, text, tmp_path):
+    teacher = tmp_path / "teacher"
+    train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    config = replace(LARGER, vocab_size=tokenizer.vocab_size)
+    write_model(teacher, config, seed=6, tokenizer=tokenizer)
+    out = launch(*command(given, tmp_path / "out", teacher=teacher), nproc=2)
+    refused(out, str(teacher), "has another vocabulary")
+
+
+def test_a_damaged_teacher_is_refused(given, tmp_path):
+    teacher = tmp_path / "teacher"
+    write_model(teacher, LARGER, seed=6)
+    (file,) = (teacher / "weights").glob("*.distcp")
+    flip(file)
+    out = launch(*command(given, tmp_path / "out", teacher=teacher))
+    refused(out, str(teacher), "damaged")
 
 
 def test_the_teacher_is_no_part_of_a_checkpoint(given, tmp_path):
