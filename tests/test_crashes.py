@@ -1,4 +1,5 @@
-"""Ranks killed during a save, failing disks, two runs in one directory, damaged files."""
+"""Whatever kills a run or fills its disk, its directory has only whole checkpoints, and the resumed
+run has the bits of one that nobody disturbed. Two runs do not share a directory."""
 
 import contextlib
 import os
@@ -18,11 +19,9 @@ from conftest import (
     ROOT,
     Forks,
     error_lines,
-    finish,
     launch,
     metrics,
     refused,
-    start,
     succeed,
     wait_for_lines,
     with_fault,
@@ -31,9 +30,11 @@ from test_train import flags, flip, same_losses
 from workers.drill import drill, kill, newest, ranks_of, running
 
 from files import directories
+from files.conversion import export_weights, import_weights
 from files.directories import checkpoints, lock_directory, open_weights, verify
 from plumbing.joining import check_restarts
 from plumbing.messages import UserError
+from plumbing.processes import as_user_error
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
@@ -76,8 +77,9 @@ def nothing_survives(tmp_path):
 
 def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpus, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
-    arguments = large(corpus, out, steps=15, save_every=1, dp="fsdp")
-    uninterrupted = Forks("train.py", *large(corpus, whole, steps=15, dp="fsdp"), nproc=2)
+    given = dict(steps=15, dtype="float32", dp="fsdp")
+    arguments = flags(corpus, out, save_every=1, **given)
+    uninterrupted = Forks("train.py", *flags(corpus, whole, **given), nproc=2)
     killed = Forks("train.py", *arguments, nproc=2)
     wait_for_lines(out / "metrics.jsonl", 3)
     os.kill(killed.ranks[1], signal.SIGKILL)
@@ -183,9 +185,8 @@ def test_a_node_leaves_and_comes_back(corpus, tmp_path, monkeypatch):
 def test_what_a_killed_process_has_left_is_removed_by_the_next(run, text, tmp_path, command):
     """What a living process or one of another host has begun stays."""
     complete = "            os.replace(hidden, target)\n"
-    copy = with_fault(
-        tmp_path / "copy", "new_files", complete, "            os.kill(os.getpid(), 9)\n"
-    )
+    kill = "            os.kill(os.getpid(), 9)\n"
+    within = with_fault(tmp_path / "copy", "new_files", complete, kill)
     (place := tmp_path / "place").mkdir()
     host, alive = socket.gethostname(), os.getpid()
     others = [place / f".x-by-{name}" for name in (f"{host}-{alive}", "elsewhere-1", f"{host}-x")]
@@ -195,7 +196,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(run, text, tmp_pa
     def words(name: str) -> list[str]:
         return command.format(run=run, text=text, new=place / name).split()
 
-    killed = launch(*copy, *words("first"))
+    killed = launch(*within, *words("first"))
     assert killed.codes == [-9] and list(place.glob(f".first-by-{host}-*"))
     succeed(*words("second"))
     assert sorted(place.iterdir()) == sorted([*others, place / "second"])
@@ -227,14 +228,20 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     refused(result, *parts)
 
 
-@pytest.mark.parametrize("command", ["import", "export --format hf"])
-def test_what_is_not_written_is_named(run, tmp_path, command):
+@pytest.mark.parametrize("write, more", [(import_weights, [None]), (export_weights, ["hf", None])])
+def test_what_is_not_written_is_named(run, tmp_path, write, more):
     """Nothing is left of it, either."""
-    kind, *options = command.split()
-    (place := tmp_path / "place").mkdir()
-    process = start("checkpoint.py", kind, run, place / "new", *options)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000,) * 2)
-    refused(finish(process), str(place / "new"))
+    place = tmp_path / "place"
+    place.mkdir()
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    try:
+        with pytest.raises((OSError, UserError)) as raised:
+            write(run, place / "new", *more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    told = as_user_error(raised.value, None)
+    assert type(told) is UserError and str(place / "new") in str(told)
     assert not list(place.iterdir())
 
 
@@ -261,9 +268,9 @@ def test_a_directory_belongs_to_one_run_which_goes_on_if_it_is_deleted(corpus, t
     assert (out / "config.json").exists() and all_complete(out) == [f"step-{steps[-1]:08d}"]
 
 
-@pytest.mark.parametrize("held, host", [(1, "elsewhere"), (9, "elsewhere"), (9, "")])
+@pytest.mark.parametrize("held, host", [(0.5, "elsewhere"), (9, "elsewhere"), (9, "")])
 def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, held, host):
-    monkeypatch.setattr(directories, "LOCK_SECONDS", 2)
+    monkeypatch.setattr(directories, "LOCK_SECONDS", 1)
     hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
     hold += "f.write(f'process 1 on {sys.argv[2]}'); f.flush(); print(flush=True); "
     hold += "time.sleep(float(sys.argv[3]))"
@@ -272,10 +279,10 @@ def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, h
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         refusal = pytest.raises(UserError, match=f"in use by process 1 on {owner}: wait for it")
-        with refusal if held > 2 else contextlib.nullcontext():
+        with refusal if held > 1 else contextlib.nullcontext():
             lock_directory(tmp_path)
         process.kill()
-    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 2 s at most\n"
+    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 1 s at most\n"
     assert capsys.readouterr().err == told * bool(host)
 
 
