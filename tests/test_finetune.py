@@ -71,13 +71,12 @@ def last_factors(out: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("all_weights", [False, True])
 def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
     """W + scale B A in a model without adapters, AdamW on A and B, or on all weights, loss on the
-    answers alone."""
+    answers alone. The run has two ranks, the loop one."""
     out = tmp_path / "run"
     lora = None if all_weights else dict(rank=4, alpha=6)
     options = dict(clip=0.05, microbatch=2, checkpointing="selective")
     options |= lora or dict(all_weights=True)
-    nproc = 2 if all_weights else 0
-    succeed("finetune_lora.py", *flags(base, sums, out, **options), nproc=nproc)
+    succeed("finetune_lora.py", *flags(base, sums, out, **options), nproc=2)
 
     bare = Llama(replace(CONFIG, tie_embeddings=False)).double()
     model = load_pretrained(base, torch.float64).requires_grad_(True)
@@ -120,6 +119,7 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path, all_weights):
         same_weights(adapters(saved), trained)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_is_the_same_run(base, sums, tmp_path):
     """Metrics, factors and samples agree."""
     samples = []
@@ -214,7 +214,7 @@ def learnt(base, sums, tmp_path_factory):
 
 
 def test_it_learns_and_other_scripts_use_the_result(base, learnt):
-    """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
+    """The loss falls, and answers with the adapter are those of the merged model."""
     out, told = learnt
     before, after, *_ = re.findall(r"validation loss ([\d.]+)", told)
     assert float(after) < 0.9 * float(before)
@@ -226,16 +226,19 @@ def test_it_learns_and_other_scripts_use_the_result(base, learnt):
     assert all(".lora_" in name for name in moments)
 
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
-    by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
-    by_merged = succeed("generate.py", out / "merged", *question).out
-    by_base = succeed("generate.py", base, *question).out
-    model = load_pretrained(base)
-    load_adapter(model, checkpoint)
+    printed = succeed("generate.py", base, "--adapter", out, *question).out
     prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], BYTES)
-    (tokens,) = generate(model, [prompt], 12, temperature=0, stop=BYTES.stop)
-    answer = BYTES.decode(token for token in tokens if token < 256)
-    assert by_adapter == f"{answer}\n"
-    assert by_merged == by_adapter
+
+    def answer_of(model: Llama) -> str:
+        (tokens,) = generate(model, [prompt], 12, temperature=0, stop=BYTES.stop)
+        return BYTES.decode(token for token in tokens if token < 256)
+
+    by_base = answer_of(load_pretrained(base))
+    with_adapter = load_pretrained(base)
+    load_adapter(with_adapter, checkpoint)
+    by_adapter = answer_of(with_adapter)
+    assert printed == f"{by_adapter}\n"
+    assert answer_of(load_pretrained(out / "merged")) == by_adapter
     assert by_base != by_adapter
 
 
