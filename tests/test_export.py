@@ -1,11 +1,12 @@
-"""checkpoint.py's export, after model.py has been changed as a class may change it."""
+"""checkpoint.py writes a model, changed as a class may change it, only where the format's reader
+computes the same. transformers is that reader."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import changed_copy, hugging_face_model, launch, refused, slow, succeed
-from test_formats import stored
+from test_formats import DEEPSEEK, stored
 from test_model import to_hugging_face
 from torch import nn
 
@@ -43,14 +44,15 @@ ON = OFF | {TINY: f"window=64, {TINY}"}
 ], ids=["padded", "window", "long-window", "another loss, and a field that is off"])  # fmt: skip
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
     """After a step of training."""
-    changed, run = changed_copy(tmp_path / "copy", patch, edits), tmp_path / "run"
-    succeed(*changed, "train.py", "--data", corpus, "--out", run, "--steps", 1, "--batch", 2,
+    within = changed_copy(tmp_path / "copy", patch, edits)
+    run = tmp_path / "run"
+    succeed(*within, "train.py", "--data", corpus, "--out", run, "--steps", 1, "--batch", 2,
             "--seq-len", 100, "--eval-every", 0)  # fmt: skip
     export = "checkpoint.py", "export", run, tmp_path / "hf", "--format", "hf"
     if message:
-        refused(launch(*changed, *export), message)
+        refused(launch(*within, *export), message)
     else:
-        succeed(*changed, *export)
+        succeed(*within, *export)
     made = [] if message else ["hf"]
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "run", *made}
 
@@ -86,6 +88,7 @@ def test_a_parameter_that_hugging_face_has_no_name_for(config, message):
 @pytest.mark.parametrize("config, message", [
     (MixtralConfig(n_experts=4, balance="none"), "gguf is not written for models like mixtral"),
     (Olmo3Config(), "gguf is not written for models like olmo3"),
+    (DEEPSEEK, "gguf is not written for models like deepseek_v3"),
     (Gemma3Config(), "gguf is not written for models like gemma3_text"),
     (Qwen2Config(rope_scaling=8.0), "qwen2 has no scaled RoPE"),
     (Qwen3Config(rope_scaling=8.0), "qwen3 has no scaled RoPE"),
