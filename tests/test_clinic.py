@@ -131,17 +131,16 @@ def recorded(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_model(text: list[str]) -> tuple[int, int, int]:
-    """Return, as a student reads them in the question, the blocks, and the elements of the root and
-    of a block."""
-    root, block = (sum(math.prod(json.loads(shape)) for shape in re.findall(r"\[.*?\]", line))
-                   for line in text[1:3])  # fmt: skip
-    return int(text[0].split()[3]), root, block
+def elements(line: str) -> int:
+    """Return how many elements the tensors have whose shapes stand in a line."""
+    return sum(math.prod(json.loads(shape)) for shape in re.findall(r"\[.*?\]", line))
 
 
 def right_bytes(text: list[str], count: Callable) -> list:
     """Of a step that all-gathers blocks in each pass and microbatch, and has no all-reduce."""
-    blocks, root, block = read_model(text)
+    blocks = int(text[0].split()[3])
+    root = elements(text[1])
+    block = elements(text[2])
     m = int(re.search(r"(\d) microbatch", text[4])[1])
     assert "--dp fsdp --reshard weights " in text[3] and "bfloat16" in text[3]
     gathers, scatters = 2 * (m * 2 * blocks * block + m * root), 4 * (blocks * block + root)

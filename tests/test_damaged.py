@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import tracemalloc
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,25 @@ def files(tmp_path_factory) -> Path:
     return home
 
 
+def places_in(whole: list, rng: random.Random) -> list[tuple]:
+    """Return the 40 places nearest to the root of a JSON value, which is alone in a list: of each
+    the list or the dictionary, and the index or the key."""
+    found = []
+    waiting = deque([(whole, 0)])
+    while waiting and len(found) < 40:
+        inside, key = waiting.popleft()
+        found.append((inside, key))
+        node = inside[key]
+        keys = []
+        if isinstance(node, dict):
+            keys = list(node)
+        elif isinstance(node, list):
+            keys = range(len(node))
+        for below in rng.sample(keys, min(len(keys), 20)):
+            waiting.append((node, below))
+    return found
+
+
 def damaged_json(content: bytes, rng: random.Random) -> bytes:
     """Put another value at a random place of a JSON text, or of one of its lines; or remove or
     double a key."""
@@ -227,22 +247,18 @@ def damaged_json(content: bytes, rng: random.Random) -> bytes:
         header = damaged_json(content[8 : 8 + length], rng)
         return len(header).to_bytes(8, "little") + header + content[8 + length :]
     lines = content.splitlines() if content[-2:-1] == b"}" or b"}\n{" in content else [content]
-    i, value = rng.randrange(len(lines)), rng.choice(VALUES)
-    places = [([root := json.loads(lines[i])], 0)]
-    for inside, key in places:
-        keys = range(len(node)) if isinstance(node := inside[key], list) else node
-        keys = list(keys) if isinstance(keys, dict | range) else []
-        places += [(node, key) for key in rng.sample(keys, min(len(keys), 20))]
-    inside, key = rng.choice(places[:40])  # near the root
-    if inside is places[0][0]:
-        return b"\n".join([*lines[:i], json.dumps(value).encode(), *lines[i + 1 :]])
-    old, inside[key] = inside[key], "HERE"
+    i = rng.randrange(len(lines))
+    value = rng.choice(VALUES)
+    whole = [json.loads(lines[i])]
+    inside, key = rng.choice(places_in(whole, rng))
+    old = inside[key]
+    inside[key] = "HERE"
     new = value if value is DEEP else json.dumps(value)
     if isinstance(key, str) and rng.random() < 0.3:
         new = f"{json.dumps(old)}, {json.dumps(key)}: {new}"
-    elif rng.random() < 0.1:
+    elif inside is not whole and rng.random() < 0.1:
         del inside[key]
-    lines[i] = json.dumps(root).replace('"HERE"', new).encode()
+    lines[i] = json.dumps(whole[0]).replace('"HERE"', new).encode()
     return b"\n".join(lines)
 
 
@@ -264,8 +280,9 @@ def refusal(read, home: Path) -> str:
         with _limits():
             read(home)
     except (UserError, OSError, RuntimeError) as error:  # `run` makes a line of some others
-        is_line = isinstance(error, UserError) or errno.errorcode.get(getattr(error, "errno", 0))
-        if is_line not in (True, *ADVICE) and "can't allocate memory" not in str(error):
+        code = errno.errorcode.get(getattr(error, "errno", 0))
+        gets_advice = code in ADVICE or "can't allocate memory" in str(error)
+        if not (isinstance(error, UserError) or gets_advice):
             raise
         return str(UserError(error))
     finally:

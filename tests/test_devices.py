@@ -1,4 +1,4 @@
-"""Defaults and refusals by device: GPUs without bfloat16 or Triton, Apple GPUs."""
+"""On each kind of device, emulated, a run gets the defaults, or the refusal, of a table."""
 
 import importlib.util
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""The default data set of fine-tuning: docstrings of functions of the standard library."""
+"""The default data of fine-tuning, docstrings of the standard library: the functions are those of
+an example written out here, and the modules held out are those that pretraining holds out."""
 
 from conftest import parsed_by
 

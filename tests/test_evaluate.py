@@ -264,6 +264,10 @@ def test_a_line_that_is_no_question_is_refused(tmp_path, fields, problem):
     path.write_text(f'\n{{"question": "a", {fields}}}\n')
     with pytest.raises(UserError, match=re.escape(problem)):
         exams.Exam(path, tokenizer, 256)
+
+
+def test_an_exam_without_a_question_is_refused(tmp_path):
+    path = tmp_path / "exam.jsonl"
     path.write_text("\n")
     with pytest.raises(UserError, match="holds no question"):
-        exams.Exam(path, tokenizer, 256)
+        exams.Exam(path, load_tokenizer("bytes"), 256)

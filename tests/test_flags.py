@@ -29,10 +29,9 @@ FROZEN = ROOT / "tests/frozen_flags.jsonl"
 LINES = [json.loads(line) for line in FROZEN.read_text().splitlines()]
 WHOLE = [line for line in LINES if len(line.get("values", ())) > 40]
 DEFAULTS = {line["script"]: line["values"] for line in WHOLE}
+# Since then the learning rate follows the model's size (techniques/optimizers.py).
 for script in ("finetune_lora", "preferences", "rewards"):
-    DEFAULTS[script]["lr"] = (
-        None  # since then it follows the model's size (techniques/optimizers.py)
-    )
+    DEFAULTS[script]["lr"] = None
 
 
 @pytest.mark.parametrize("script", DEFAULTS)
@@ -54,8 +53,9 @@ def test_command_lines_are_read_as_before(script):
 def test_help_begins_with_ten_flags(kind, capsys):
     with pytest.raises(SystemExit):
         parse(kind, ["--help"])
-    first, *others = capsys.readouterr().out.partition("used most:\n")[2].split("\n\n")
-    shown = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    _, _, groups = capsys.readouterr().out.partition("used most:\n")
+    used_most, *others = groups.split("\n\n")
+    shown = [line.split()[0] for line in used_most.splitlines() if line.startswith("  --")]
     expected = {f"--{name.replace('_', '-')}" for name in kind.used_most.split()}
     assert set(shown) == expected and len(shown) == 10
     assert others

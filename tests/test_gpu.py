@@ -1,4 +1,5 @@
-"""Everything on one GPU: `pytest -m gpu`.
+"""On one GPU, gradients and generated tokens are those of the CPU, peak memory is what
+costs/page.py predicts, and a checkpoint is of its step: `pytest -m gpu`.
 
 One process goes the same way there as any number of them. With GPU_TESTS_ON_CPU=1 in front, the
 command runs on a CPU what can run there, to try the tests themselves."""

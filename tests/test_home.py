@@ -83,24 +83,19 @@ def test_fields_of_conversations(tmp_path, capsys):
             with pytest.raises(UserError, match="leave one of them out"):
                 said_of(line(form) | line(other), tmp_path, capsys)
     of_lines, of_messages = set(), set()
-    for fields, of, _ in table("field"):
+    for fields, belongs_to, _ in table("field"):
         for field in names(fields):
-            if "line" in of:
+            if "line" in belongs_to:
                 of_lines.add(field)
-                form = ["instruction", "output"] if "question" in of else ["messages"]
+                form = ["instruction", "output"] if "question" in belongs_to else ["messages"]
                 assert said_of(line([*form, field]), tmp_path, capsys) == ""
-            if "answer" in of or "message" in of:
+            if "answer" in belongs_to or "message" in belongs_to:
                 of_messages.add(field)
                 said = [user("a"), assistant("b") | line([field])]
                 assert said_of({"messages": said}, tmp_path, capsys) == ""
     assert CHATS.fields(line(["prompt", "completion"])) == of_lines | {"prompt", "completion"}
     assert "not read: input" in said_of(line(["messages", "input"]), tmp_path, capsys)
     assert MESSAGE_FIELDS | {*SWITCHES} == of_messages | {"role", "content"}
-
-
-def added(directory):
-    ours, _ = llama_3_kind(directory, with_a_word)
-    return ours
 
 
 def kind(name: str, directory):
@@ -110,7 +105,8 @@ def kind(name: str, directory):
 PUBLISHED = {family.name for family in families().values() if family.published}
 MODELS = {  # a row of the table: configurations, and tokenizers
     "Llama 3 to 3.2": ([PLAIN], [lambda _: load_tokenizer("bytes")]),
-    "fine-tuned Llama 3 with added tokens": ([PLAIN], [added]),
+    "fine-tuned Llama 3 with added tokens":
+        ([PLAIN], [lambda home: llama_3_kind(home, with_a_word)[0]]),
     "Qwen2, Qwen2.5, Qwen3": ([QWEN2, QWEN3], [partial(kind, "qwen3")]),
     "Mixtral, Qwen3 with experts": ([MIXTRAL, QWEN3_MOE], [partial(kind, "yi")]),
     "DeepSeek V3, in bfloat16": ([DEEPSEEK], [partial(kind, "yi")]),
