@@ -1,4 +1,5 @@
-"""Grades of a class: points, names of mistakes, files for other tools, and what is barred."""
+"""Points, names of mistakes and files are those written out here for a class of known answers.
+Hostile answers get their sentence, and change nothing."""
 
 import csv
 import ctypes
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, in_copy, slow, succeed
-from test_labs import ANSWERS, WRONG, lab, student_file
+from test_labs import ANSWERS, WRONG, lab, on_two_ranks, student_file
 
 from labs.machinery import grading, guard
 from labs.machinery.answers import starter_of
@@ -233,6 +234,7 @@ def test_wrong_submissions(line, longest, says, tmp_path):
 
 def test_a_new_lab_works(copy):
     """It is a copy of mean, which passes: its starter, and its solution."""
+    on_two_ranks(copy)
     assert "labs/median is a copy of mean" in in_copy(copy, "new", "median")
     assert "not written yet: about 9 lines" in in_copy(copy, "check", "median", code=1)
     (copy / "labs/work/median.py").write_text(ANSWERS["mean"])
