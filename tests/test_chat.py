@@ -1,5 +1,5 @@
-"""text/conversations.py, targets.py, packing.py and chat.py: files of conversations, which ids are
-targets, and rows that several samples share."""
+"""text/conversations.py, targets.py, packing.py and chat.py: each layout of a conversation gives
+the messages, targets and rows that are written out here. Others are refused with their line."""
 
 import json
 import random
@@ -188,7 +188,6 @@ def test_columns_beside_a_conversation(tmp_path, capsys):
         train, val, _, summary = opened(write(tmp_path / "a.jsonl", ALPACA | kind, *answering(2)))
         assert answers_of(train) + answers_of(val) == ["0{eot_id}", "1{eot_id}"]
         assert "1 dropped" in summary
-    capsys.readouterr()
 
 
 def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
@@ -292,7 +291,8 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
     assert prompts == [(encode_prompt([user("say 2")], BYTES), "2")]
     assert summary.startswith("2 samples in 1 rows of 128 tokens, ")
-    monkeypatch.setattr(conversations, "split_of", lambda name: "val")  # or if all lines would be
+    # By this every line would be held out: again it is the last.
+    monkeypatch.setattr(conversations, "split_of", lambda name: "val")
     train, val, _, _ = opened(path)
     assert (len(train.samples), len(val.samples)) == (2, 1)
     for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample that fits")):

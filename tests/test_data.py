@@ -1,4 +1,5 @@
-"""data.py and text/corpora.py: corpora, token files, windows, and their order."""
+"""data.py and text/corpora.py: every text is trained on once an epoch, or held out, by files as
+llm.c's. They are compared with the texts that were written, and with llm.c's header."""
 
 import gzip
 import json

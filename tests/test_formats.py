@@ -196,10 +196,12 @@ def meta_shards(model: Llama, n: int, by_rows_only: bool) -> list[dict[str, torc
     """Return a model's shards in Meta's tensor parallelism.
 
     Llama 2 shards the columns of the embedding, Llama 3 its rows."""
-    columns = ("wo.weight", "w2.weight") + (() if by_rows_only else ("tok_embeddings.weight",))
+    columns = ["wo.weight", "w2.weight"]
+    if not by_rows_only:
+        columns.append("tok_embeddings.weight")
 
     def shard(name: str, weight: torch.Tensor, i: int) -> torch.Tensor:
-        dim = int(name.endswith(columns))
+        dim = int(name.endswith(tuple(columns)))
         return weight if weight.ndim == 1 else weight.chunk(n, dim)[i].clone()
 
     weights = model.state_dict().items()
