@@ -172,9 +172,10 @@ def measure_rewards() -> dict[str, float]:
     size = "--model llama3.2-1b" if ON_GPU else "--model tiny --dim 32 --n-layers 1"
     text = "--data problems/text.jsonl --tokenizer bytes --document-mask --seq-len 512 --out base"
     steps = "--batch 64 --microbatch 32 --steps 400" if ON_GPU else "--batch 4 --steps 4 --warmup 1"
-    answers = "--batch 256 --microbatch 64" if ON_GPU else "--batch 32 --warmup 1"
-    few = "--steps 20 --max-new-tokens 96" if ON_GPU else "--steps 2 --max-new-tokens 8"
-    prompts = f"--data problems/prompts.jsonl --seq-len 256 --eval-every 0 {few}"
+    answers = "--batch 32 --warmup 1 --steps 2 --max-new-tokens 8"
+    if ON_GPU:
+        answers = "--batch 256 --microbatch 64 --steps 20 --max-new-tokens 96"
+    prompts = "--data problems/prompts.jsonl --seq-len 256 --eval-every 0"
     reward = f"--reward {ROOT / 'docs/three_rewards.py'} --updates 4 --kl 0.01 --out grpo"
     commands = [
         f"{ROOT / 'docs/problems.py'} problems",

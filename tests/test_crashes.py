@@ -228,21 +228,24 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     refused(result, *parts)
 
 
-@pytest.mark.parametrize("write, more", [(import_weights, [None]), (export_weights, ["hf", None])])
-def test_what_is_not_written_is_named(run, tmp_path, write, more):
-    """Nothing is left of it, either."""
-    place = tmp_path / "place"
-    place.mkdir()
+@pytest.fixture
+def small_files():
+    """Let this process write no file of more than 100 kB."""
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
-    try:
-        with pytest.raises((OSError, UserError)) as raised:
-            write(run, place / "new", *more)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("write, more", [(import_weights, [None]), (export_weights, ["hf", None])])
+def test_what_is_not_written_is_named(run, tmp_path, small_files, write, more):
+    """Nothing is left of it, either."""
+    new = tmp_path / "place/new"
+    with pytest.raises((OSError, UserError)) as raised:
+        write(run, new, *more)
     told = as_user_error(raised.value, None)
-    assert type(told) is UserError and str(place / "new") in str(told)
-    assert not list(place.iterdir())
+    assert type(told) is UserError and str(new) in str(told)
+    assert not list(new.parent.iterdir())
 
 
 # -------------------------------------------------------------------- two runs in one directory

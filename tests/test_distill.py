@@ -310,6 +310,12 @@ def test_what_cannot_be_is_refused(given, tmp_path, nproc, more, says):
     refused(launch(*command(given, tmp_path / "out", **more), nproc=nproc), says)
 
 
+def refuses(given: dict, teacher: Path, says: str, nproc: int = 2, **more) -> None:
+    """Assert that a run names this teacher and what is wrong with it."""
+    result = launch(*command(given, teacher.parent / "out", teacher=teacher, **more), nproc=nproc)
+    refused(result, str(teacher), says)
+
+
 UNFIT = {  # what the teacher has, flags, what is said
     "rows": (dict(vocab_size=270), {}, "its output has 270 rows, the student's 267"),
     "short": (dict(max_seq_len=64), {}, "maximum: --seq-len 64"),
@@ -322,8 +328,7 @@ def test_a_teacher_that_does_not_fit_is_refused(given, tmp_path, sizes, more, sa
     """On all ranks, in one line."""
     teacher = tmp_path / "teacher"
     write_model(teacher, replace(LARGER, **sizes), seed=6)
-    out = launch(*command(given, tmp_path / "out", teacher=teacher, **more), nproc=2)
-    refused(out, str(teacher), says)
+    refuses(given, teacher, says, **more)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(given, text, tmp_path):
@@ -332,17 +337,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(given, text, tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
     config = replace(LARGER, vocab_size=tokenizer.vocab_size)
     write_model(teacher, config, seed=6, tokenizer=tokenizer)
-    out = launch(*command(given, tmp_path / "out", teacher=teacher), nproc=2)
-    refused(out, str(teacher), "has another vocabulary")
+    refuses(given, teacher, "has another vocabulary")
 
 
 def test_a_damaged_teacher_is_refused(given, tmp_path):
-    teacher = tmp_path / "teacher"
-    write_model(teacher, LARGER, seed=6)
+    teacher = shutil.copytree(given["teacher"], tmp_path / "teacher")
     (file,) = (teacher / "weights").glob("*.distcp")
     flip(file)
-    out = launch(*command(given, tmp_path / "out", teacher=teacher))
-    refused(out, str(teacher), "damaged")
+    refuses(given, teacher, "damaged", nproc=0)
 
 
 def test_the_teacher_is_no_part_of_a_checkpoint(given, tmp_path):

@@ -60,16 +60,13 @@ def wait_until(happened, process: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
-def has_begun(process: int) -> bool:
-    """Return whether the thread of plumbing/endings.py runs. Before, only Python itself does."""
-    return len(os.listdir(f"/proc/{process}/task")) > 1
-
-
 def ranks(*launches: subprocess.Popen) -> list[int]:
     """Return the ids of the two ranks of one torchrun, or of two, once they run."""
 
     def begun() -> list[int]:
-        return [rank for launch in launches for rank in ranks_of(launch) if has_begun(rank)]
+        """Return those in which Python is not alone: the thread of plumbing/endings.py runs."""
+        found = [rank for launch in launches for rank in ranks_of(launch)]
+        return [rank for rank in found if len(os.listdir(f"/proc/{rank}/task")) > 1]
 
     wait_until(lambda: len(begun()) == 2, launches[0])
     return begun()

@@ -237,10 +237,6 @@ def computes(rank: int, seconds: float = 0.5) -> None:
         pass
 
 
-def computes_for_long(rank: int) -> None:
-    computes(rank, 99)
-
-
 def sleeps(rank: int) -> None:
     time.sleep(9)
 
@@ -252,7 +248,7 @@ def sleeps(rank: int) -> None:
         (computes, "results", "darwin"),
         (sleeps, "hangs", sys.platform),
         (sleeps, "hangs", "darwin"),
-        (computes_for_long, "error", sys.platform),
+        (lambda rank: computes(rank, 99), "error", sys.platform),
     ],
 )
 def test_ranks_that_compute_do_not_hang(function, end, platform, monkeypatch, tmp_path):
