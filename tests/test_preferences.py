@@ -1,4 +1,6 @@
-"""Runs of preferences.py."""
+"""preferences.py: a run begins at log 2, resumes to the last bit, and is the same on every split.
+
+Its loss and margins are those of trl's DPOTrainer; test_exact.py has gradients on every split."""
 
 import math
 import re
@@ -61,10 +63,10 @@ def unsplit(tmp_path_factory, base):  # noqa: F811
 
 
 @pytest.mark.parametrize("split", [
-    "--dp ddp",
-    "--dp zero1",
     "--dp fsdp --eval-every 2",
     "--pp 2 --eval-every 2",
+    slow("--dp ddp"),
+    slow("--dp zero1"),
     slow("--dp fsdp --reshard none"),
     slow("--dp fsdp --reshard all --microbatch 1"),
     slow("--dp hsdp --shard 2"),

@@ -1,4 +1,6 @@
-"""runs/reward_process.py: what a reward may do, and what becomes of its process and its forks."""
+"""runs/reward_process.py: only a reward's own process replies to the run, and none outlives it.
+
+A reward may return any number, and start any process."""
 
 import os
 import signal
@@ -25,6 +27,18 @@ def write_reward(path: Path, body: str) -> Path:
     return path
 
 
+ENDS_A_FORK = """
+child = os.fork()
+if not child:
+    time.sleep(60)
+os.kill(child, 15)
+return os.wait()[1]
+"""
+ASKS_A_POOL = """
+from multiprocessing import Pool
+with Pool(2) as pool:
+    return sum(pool.map(abs, [1, -5]))
+"""
 RETURNED = {  # what a reward does, and the number that the run takes
     "import numpy\nreturn numpy.float32(0.5)": 0.5,
     "import torch\nreturn torch.tensor([2.5])": 2.5,
@@ -33,8 +47,8 @@ RETURNED = {  # what a reward does, and the number that the run takes
     "print('x' * 2**20, file=sys.stderr)\nreturn 3": 3,
     "builtins.print = None\nreturn 4": 4,
     "child = os.fork()\nif child: os.waitpid(child, 0)\nreturn 5 if child else 100": 5,
-    "child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, 15)\nreturn os.wait()[1]": 15,
-    "from multiprocessing import Pool\nwith Pool(2) as pool: return sum(pool.map(abs, [1, -5]))": 6,
+    ENDS_A_FORK: 15,
+    ASKS_A_POOL: 6,
 }
 
 
@@ -59,31 +73,72 @@ def test_a_failure_is_told_at_once(tmp_path, body):
     assert [*process.replies([RECORD], ["2"])] == [dict(failed=FAILS[body], ended=True)]
 
 
-STAYS = {  # rewards that write their processes' ids to a file, and would outlive the run
-    "a regular expression": "re.match('(a+)+$', 'a' * 60 + 'b')",
-    "a child": "subprocess.Popen(['sh', '-c', f'echo $$ >> {truth}; sleep 60'])\ntime.sleep(60)",
-    "a fork": "os.fork()\nprint(os.getpid(), file=open(truth, 'a'))\ntime.sleep(60)",
+NO_REWARD = {  # what a reward returns, and what the run says of it
+    "float('nan')": "returned nan, which is no finite number",
+    "'1'": "returned '1', which is no finite number",
+    "True": "returned True, which is no number: write float(...)",
+    "dict(a=1, b=None)": "returned None as 'b', which is no finite number",
+    "dict(a=1e308, b=1e308)": "returned {'a': 1e+308, 'b': 1e+308}, whose sum is no finite number",
+    "{'3': 1, 3: 1}": "returned 3, which is no name of a part",
 }
 
 
-@pytest.mark.parametrize("end", [0, -9])
+@pytest.mark.parametrize("value", NO_REWARD)
+def test_what_is_no_reward_is_told(tmp_path, value):
+    process = RewardProcesses(write_reward(tmp_path / "reward.py", f"return {value}"))
+    assert [*process.replies([RECORD], ["2"])] == [dict(failed=NO_REWARD[value])]
+
+
+@pytest.mark.parametrize("values, problem", [
+    ("{0: 1, 1: 1}", "TypeError('no list of rewards: {0: 1, 1: 1}')"),
+    ("[1]", "ValueError('1 rewards for 2 answers')"),
+])  # fmt: skip
+def test_what_is_no_list_of_rewards_is_told(tmp_path, values, problem):
+    path = tmp_path / "reward.py"
+    path.write_text(f"def rewards(**given):\n    return {values}\n")
+    replies = RewardProcesses(path).replies([RECORD] * 2, ["2", "3"])
+    assert [*replies] == [dict(failed=f"raised {problem}")] * 2
+
+
+STAYS = {  # rewards that would outlive the run; their processes write so many ids to a file
+    "a regular expression": (1, "re.match('(a+)+$', 'a' * 60 + 'b')"),
+    "a child": (
+        2,
+        "subprocess.Popen(['sh', '-c', f'echo $$ >> {truth}; sleep 60'])\ntime.sleep(60)",
+    ),
+    "a fork": (3, "os.fork()\nprint(os.getpid(), file=open(truth, 'a'))\ntime.sleep(60)"),
+}
+ASKS = """
+import os, sys
+from pathlib import Path
+from runs.reward_process import RewardProcesses
+
+_, reward, ids, written, killed_by = sys.argv
+records = [dict(prompt="", truth=ids)] + [dict(prompt=" " * 10**6)] * 2
+
+
+def all_run() -> bool:
+    return Path(ids).read_text().count("\\n") == int(written)
+
+
+replies = RewardProcesses(Path(reward)).replies(records, [""] * 3, all_run)
+assert next(replies) == {}
+if int(killed_by):
+    os.kill(os.getpid(), int(killed_by))
+"""
+
+
+@pytest.mark.parametrize("killed_by", [0, 9])
 @pytest.mark.parametrize("name", STAYS)
-def test_nothing_outlives_the_run(tmp_path, name, end):
+def test_nothing_outlives_the_run(tmp_path, name, killed_by):
     """And the run does not wait until a reward can take the next answers, which fill the pipe."""
     ids = tmp_path / "ids"
-    body = f"print(os.getpid(), file=open(truth, 'a'))\n{STAYS[name]}"
+    ids.touch()
+    written, stays = STAYS[name]
+    body = f"print(os.getpid(), file=open(truth, 'a'))\n{stays}"
     path = write_reward(tmp_path / "reward.py", body)
-    program = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from runs.reward_process import RewardProcesses\n"
-        "process = RewardProcesses(Path(sys.argv[1]))\n"
-        "records = [dict(prompt='', truth=sys.argv[2])] + [dict(prompt=' ' * 10**6)] * 2\n"
-        "assert [*process.replies(records, [''] * 3, lambda: 1)] == [{}] * 3\n"
-        f"{end} and os.kill(os.getpid(), {-end})\n"
-    )
-    command = [sys.executable, "-c", program, path, ids]
-    assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == end
-    assert ids.read_text()
+    command = [sys.executable, "-c", ASKS, path, ids, written, killed_by]
+    assert subprocess.run([*map(str, command)], cwd=ROOT, timeout=30).returncode == -killed_by
     for process in set(ids.read_text().split()):
         assert gone_in_time(int(process))
 

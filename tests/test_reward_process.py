@@ -1,4 +1,6 @@
-"""Rewards as users write them, and what is wrong of them, or of prompts: runs of rewards.py."""
+"""A user's reward is called as documented, and whatever it does wrong ends the run in one line.
+
+What was trained until then is saved. The same is true of what is wrong of prompts and flags."""
 
 # ruff: noqa: F811
 import json
@@ -25,7 +27,7 @@ REWARDS = {  # a file, and flags
     "each": ("def reward(prompt, answer, truth):\n    return value(answer)\n", {}),
     "by three": ("def reward(prompt, answer, truth):\n    return value(answer)\n",
                  dict(reward_workers=3)),
-    "all": ("def rewards(prompts, answers, truth):\n"
+    "all": ("import torch\ndef rewards(prompts, answers, truth):\n"
             "    assert prompts == [f'{t}?' for t in truth]\n"
             "    return torch.tensor([value(answer) for answer in answers]).double()\n", {}),
     "in parts": ("def reward(prompt, answer, **fields):\n"
@@ -38,12 +40,13 @@ def test_rewards_may_be_given_in_several_ways(given, tmp_path):
     """By one function call for each answer, by several processes, by one call for all, and in parts
     that are recorded."""
     runs = {}
+    short = dict(steps=2, eval_every=0, save_every=0)
     for name, (body, more) in REWARDS.items():
         path = tmp_path / f"{name}.py"
         value = "def value(text):\n    return len(text) + sum(map(ord, text)) % 8 / 8\n"
-        path.write_text(f"import sys, torch\nprint('noise', file=sys.stderr)\n{value}{body}")
+        path.write_text(f"import sys\nprint('noise', file=sys.stderr)\n{value}{body}")
         out = tmp_path / name
-        result = succeed(*command(given, out, reward=path, steps=2, **more))
+        result = succeed(*command(given, out, reward=path, **short, **more))
         assert result.err.count("noise") == more.get("reward_workers", 1)
         runs[name] = metrics(out)
     for name, rows in runs.items():
@@ -106,26 +109,6 @@ def test_an_update_without_rewards_is_left_out(given, tmp_path):
 
 WRONG = {  # flags, or a file in place of one that a flag names; and what is said
     "raises": (dict(reward="def reward(**given):\n    return 1 / 0"), "raised ZeroDivisionError"),
-    "no number": (
-        dict(reward="def reward(**given):\n    return float('nan')"),
-        "returned nan, which is no finite number",
-    ),
-    "a string": (dict(reward="def reward(**given):\n    return '1'"), "'1', which is no finite"),
-    "a bool": (dict(reward="def reward(**given):\n    return True"), "write float(...)"),
-    "a part": (dict(reward="def reward(**given):\n    return dict(a=1, b=None)"), "None as 'b'"),
-    "a sum": (
-        dict(reward="def reward(**given):\n    return dict(a=1e308, b=1e308)"),
-        "whose sum is no finite number",
-    ),
-    "two names": (
-        dict(reward="def reward(**given):\n    return {'3': 1, 3: 1}"),
-        "returned 3, which is no name of a part",
-    ),
-    "no list": (
-        dict(reward="def rewards(prompts, **given):\n    return dict.fromkeys(range(8), 1)"),
-        "no list of rewards: {0: 1",
-    ),
-    "too few": (dict(reward="def rewards(**given):\n    return [1]"), "1 rewards for "),
     "workers": (
         dict(reward="def rewards(**given):\n    return [1]", reward_workers=2),
         "which is called once, by one worker",

@@ -1,11 +1,11 @@
-"""Runs of rewards.py, and what it reads. That its gradients are those of the formula on every split
-is test_exact.py's."""
+"""rewards.py: a run on two ranks is that of one process, and loses no step to a kill.
+
+Its loss and gradient are those of trl's GRPOTrainer; test_exact.py has gradients on every split."""
 
 import json
 import math
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -19,6 +19,7 @@ from conftest import (
     refused,
     slow,
     succeed,
+    with_fault,
 )
 from test_chat import BYTES
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
@@ -80,8 +81,8 @@ SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
     "mesh, more",
     [
         slow(dict(dp="fsdp"), {}),
-        (dict(tp=2), dict(dora=True)),
-        (dict(cp=2), {}),
+        slow(dict(tp=2), dict(dora=True)),
+        slow(dict(cp=2), {}),
         (dict(dp="fsdp"), SEVERAL | dict(kl=0.1)),
         (dict(dp="zero1"), SEVERAL | dict(all_weights=True)),
         slow(dict(cp=2), SEVERAL | dict(dora=True, kl=0)),
@@ -231,12 +232,14 @@ def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, fami
     equal = tmp_path / "copy/runs/setup.py"
     equal.write_text(equal.read_text().replace("    check_model(", "    0 and check_model("))
     given = given_experts[family]
-    succeed(*command(given, tmp_path / "one", **(more if nproc == 0 else one_process(more))))
+    without_mesh = {name: more[name] for name in more.keys() - {"dp", "ep", "cp", "pp"}}
+    succeed(*command(given, tmp_path / "one", **without_mesh))
     wrong = command(given, tmp_path / "two", **more)
     succeed(*within, *wrong, nproc=nproc)
     same_run(tmp_path / "two", tmp_path / "one", step=4)
     assert all(row["log_ratio"] < 1e-9 or "updates" in more for row in metrics(tmp_path / "two"))
-    chosen_anew(tmp_path / "copy/rewards.py")
+    rewards = tmp_path / "copy/rewards.py"
+    rewards.write_text(rewards.read_text().replace("REPLAYS = True", "REPLAYS = False"))
     anew = command(given, tmp_path / "anew", **more)
     refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
 
@@ -268,34 +271,28 @@ def test_ranks_that_share_experts_sample_together(given_experts, tmp_path, famil
 
 def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
     """As a student may write it: training could not replay what it has chosen."""
-    edits = {"experts = self.best(ranking)": "experts = ranking.topk(self.top_k).indices"}
-    within = changed_copy(tmp_path / "copy", edits=edits, file="experts")
+    best, chosen = "experts = self.best(ranking)", "experts = ranking.topk(self.top_k).indices"
+    within = with_fault(tmp_path / "copy", "experts", best, chosen)
     given = command(given_experts["mixtral"], tmp_path / "out", all_weights=True)
     refused(launch(*within, *given, nproc=2), "Router chooses by itself: let it call self.best")
-
-
-def chosen_anew(rewards: Path) -> None:
-    """Let rewards.py train with the experts that are best in training."""
-    rewards.write_text(rewards.read_text().replace("REPLAYS = True", "REPLAYS = False"))
 
 
 def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_path):
     """Chosen anew, rounding sends some tokens to other experts: that is said once, and such a token
     weighs no more than --max-ratio."""
-    largest = {}
     sizes = dict(asdict(CONFIG), n_layers=4, dim=64, ffn_dim=96, tie_embeddings=False)
     mixture = families()["mixtral"].config(**sizes)
     for name, config in (("dense", replace(CONFIG, **sizes)), ("mixture", mixture)):
         model = our_model(config, seed=5, factor=8)
         write_checkpoint(tmp_path / name, config, stored(model), BYTES)
-    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=64, steps=3, lr=1e-5)
+    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=32, steps=2, lr=1e-5)
     more |= dict(eval_every=0, save_every=0)
-    within = changed_copy(tmp_path / "copy")
-    chosen_anew(tmp_path / "copy/rewards.py")
+    chosen_anew = with_fault(tmp_path / "copy", "rewards", "REPLAYS = True", "REPLAYS = False")
+    largest = {}
     for name, model, script in (
         ("dense", "dense", ()),
         ("mixture", "mixture", ()),
-        ("anew", "mixture", within),
+        ("anew", "mixture", chosen_anew),
     ):
         ours = command(given, tmp_path / f"out-{name}", init=tmp_path / model, **more)
         result = succeed(*script, *ours)
@@ -304,11 +301,6 @@ def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_pat
         assert warnings == (name == "anew")
     print(largest)  # docs/measured.md has it
     assert largest["mixture"] < 3 * largest["dense"] < math.log(2) < largest["anew"]
-
-
-def one_process(more: dict) -> dict:
-    """Return what is left of flags where one process computes all."""
-    return {name: value for name, value in more.items() if name not in ("dp", "ep", "cp", "pp")}
 
 
 @pytest.mark.parametrize("kl, corrected", [(None, False), (None, True), (0.3, False)])
@@ -448,6 +440,6 @@ def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_re
 
 
 def test_a_cache_that_computes_something_else_is_found(given, tmp_path):
-    edits = {"self.whole.slots, v)": "self.whole.slots, 1.01 * v)"}
-    within = changed_copy(tmp_path / "copy", edits=edits, file="kv_cache")
+    right, wrong = "self.whole.slots, v)", "self.whole.slots, 1.01 * v)"
+    within = with_fault(tmp_path / "copy", "kv_cache", right, wrong)
     refused(launch(*within, *command(given, tmp_path / "out")), "between sampling and training")
