@@ -1,6 +1,7 @@
-"""parallel.py beside its docstrings, and techniques where test_exact.py has nothing to compare.
+"""parallel.py: the code in its docstrings computes what plain PyTorch does.
 
-Refusals, the order of messages, schedules of pipelines, offloaded activations."""
+What cannot be split is refused. Schedules hold and wait as the formulas here say. Offloading moves
+the inputs of blocks, and no weights."""
 
 import re
 import textwrap
@@ -261,22 +262,19 @@ BY_CHUNKS = """
 """
 
 
-def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
+@pytest.mark.parametrize("recipe", ["tensorwise", slow("rowwise"), slow("mxfp8")])
+def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     layer = "model.set_submodule(name, Float8Linear(layer, world.parallel.float8))"
     by_rows = f"{layer}; model.get_submodule(name).by_rows = name.endswith(('wo', 'w2'))"
     edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
     within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
     options = {"seq": 64, "steps": 2}
-    one = {}
-    two = {}
-    for recipe in ("tensorwise", "rowwise", "mxfp8"):
-        one[recipe] = case(WIDE, 2, float8=recipe) | options
-        two[recipe] = case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options
-    expected = train(tmp_path, 0, one, within=within)
-    found = train(tmp_path, 2, two)
-    for recipe in one:
-        assert_same(found[recipe], expected[recipe])
-        assert_traffic(found[recipe], two[recipe], 2)
+    alone = case(WIDE, 2, float8=recipe) | options
+    split = case(WIDE, 2, float8=recipe, tp=2, async_tp=True) | options
+    expected = train(tmp_path, 0, {"": alone}, within=within)[""]
+    found = train(tmp_path, 2, {"": split})[""]
+    assert_same(found, expected)
+    assert_traffic(found, split, 2)
 
 
 # ----------------------------------------------------------------------------------- pipelines

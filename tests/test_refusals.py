@@ -56,19 +56,20 @@ REFUSALS = """
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
 1 | train --n-experts 8 | --n-experts is of other models: give --model tiny-experts
+1 | train --model small --top-k 2 | --top-k is of other models
 1 | train --model tiny-experts --n-experts 4 --ep 2 | --ep 2 must divide the 1 ranks
 2 | train --model tiny-experts --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp diloco --every 5 | --dp diloco is retired: use --dp hsdp; labs/rarely ... 86671ca
-2 | train --dp hsdp --every=5 | --every is retired ... leave it out
+1 | train --dp hsdp --every=5 | --every is retired ... leave it out
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
 2 | train --pp 2 --schedule interleaved --n-layers 2 | 4 stages ... by --pp or --stages-per-rank
 2 | train --pp 2 --schedule interleaved --n-layers 4 | multiple of 2 microbatches, not 1
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
-2 | train --pp 2 --schedule zero-bubble | is retired: use --schedule 1f1b, with which its runs
+1 | train --pp 2 --schedule zero-bubble | is retired: use --schedule 1f1b, with which its runs
 2 | train --pp 2 --schedule {with_w} | has W, and a run computes a backward whole: leave W out
 2 | train --async-tp | --async-tp is for --tp 2 or more
 1 | train --offload-activations | keeps what --checkpointing full saves: give that, too
