@@ -3,13 +3,13 @@ text/published.py: tokenizers of other models.
 
 Their ids and chats are compared with transformers'."""
 
+import functools
 import itertools
 import json
 import random
 import shutil
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -170,9 +170,13 @@ def sentencepiece(prefix: bool):
     vocab = {piece: i for i, piece in enumerate(ordered)}
     given = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, **given))
-    tokenizer.normalizer = norm.Sequence([norm.Prepend("▁")] * prefix + [norm.Replace(" ", "▁")])
-    steps = [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
-    tokenizer.decoder = dec.Sequence(steps + [dec.Strip(" ", 1, 0)] * prefix)
+    normalizers = [norm.Replace(" ", "▁")]
+    decoders = [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
+    if prefix:
+        normalizers.insert(0, norm.Prepend("▁"))
+        decoders.append(dec.Strip(" ", 1, 0))
+    tokenizer.normalizer = norm.Sequence(normalizers)
+    tokenizer.decoder = dec.Sequence(decoders)
     tokenizer.add_special_tokens(special)
     if prefix:
         template = tokenizers.processors.TemplateProcessing
@@ -180,7 +184,8 @@ def sentencepiece(prefix: bool):
     return tokenizer
 
 
-with_prefix, without = partial(sentencepiece, True), partial(sentencepiece, False)
+with_prefix = functools.partial(sentencepiece, True)
+without = functools.partial(sentencepiece, False)
 KINDS = {  # tokenizer, and bos_token, eos_token and chat_template of tokenizer_config.json
     "smollm2": (smollm2, "<|im_start|>", "<|im_end|>", QWEN),
     "qwen3": (qwen3, None, "<|im_end|>", QWEN),
@@ -189,13 +194,20 @@ KINDS = {  # tokenizer, and bos_token, eos_token and chat_template of tokenizer_
 }
 
 
+@functools.cache
+def content_of(kind: str) -> str:
+    """Return the tokenizer.json of a kind, which takes long to train."""
+    make, *_ = KINDS[kind]
+    return make().to_str(pretty=True)
+
+
 def write(directory: Path, kind: str, **more) -> Path:
-    make, bos, eos, template = KINDS[kind]
+    _, bos, eos, template = KINDS[kind]
     config = dict(bos_token=bos, eos_token=eos, chat_template=template) | more
     config = {name: value for name, value in config.items() if value}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     directory.mkdir(parents=True, exist_ok=True)
-    make().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(content_of(kind))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     if kind == "tinyllama":  # whose file of SentencePiece's, beside it, is passed over
         (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")

@@ -1,5 +1,6 @@
 """text/settings.py: what files beside a tokenizer name, compared with what transformers takes."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,17 @@ DONE = {"__type": "AddedToken", "content": "<|done|>", "lstrip": False, "normali
 CONFIG, MAP, IDS_FILE = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
 
 
+@functools.cache
+def content_of_tokenizer() -> str:
+    """Return the tokenizer.json of all models here, which takes long to train."""
+    by_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return byte_level([by_bytes], NAMES).to_str(pretty=True)
+
+
 def directory_of(path: Path, files: dict[str, dict], template: str | None = QWEN) -> Path:
     """Write a small model with a tokenizer, whose special tokens come first, and these files."""
-    byte_level([tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)], NAMES).save(
-        str(saved_hf(path, our_model(replace(PLAIN, vocab_size=805))) / "tokenizer.json")
-    )
+    saved_hf(path, our_model(replace(PLAIN, vocab_size=805)))
+    (path / "tokenizer.json").write_text(content_of_tokenizer())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     written = {CONFIG: settings, "config.json": json.loads((path / "config.json").read_text())}
     for name, content in files.items():

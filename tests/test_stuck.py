@@ -17,8 +17,9 @@ from plumbing.stuck import STUCK_AFTER, describe
 
 
 def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
-    """Return a rank's report. Each group is named after its ranks, as r02, and given as (calls that
-    have ended, calls that have not); the latter have this size."""
+    """Return a rank's report. Each group is named after its ranks and given as (calls that have
+    ended, calls that have not); the latter have this size. So r02=(4, 1) is a group of ranks 0 and
+    2, whose calls 1 to 4 have ended, and call 5 has not."""
     groups = {name: [int(rank) for rank in name[1:]] for name in calls}
     listed = [[name, number, "all_reduce", [[5 if number <= ended else size]], number <= ended]
               for name, (ended, more) in calls.items() for number in range(1, ended + more + 1)
@@ -55,8 +56,11 @@ def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
 )  # fmt: skip
 def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
     assert describe(dict(enumerate(reports))) == expected
+
+
+def test_a_rank_is_named_before_nccl_ends_all():
     patience = timedelta(seconds=STUCK_AFTER + GRACE)
-    assert patience < COLLECTIVE_TIMEOUT / 2  # before NCCL's watchdog ends all ranks
+    assert patience < COLLECTIVE_TIMEOUT / 2  # of NCCL's watchdog
 
 
 SLEEPS = "time.sleep(999)", "wait in all_gather", "never called it: "

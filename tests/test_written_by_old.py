@@ -30,7 +30,7 @@ STEP, LAST_STEP = "step-00000003", "step-00000006"
 
 class Run(NamedTuple):
     script: str
-    flags: str  # {} is the directory of all runs, of tokens/ and of sums.jsonl
+    flags: str  # {} stands for the directory that has all runs, tokens/ and sums.jsonl
     processes: int = 0  # 0: one, without torchrun
     split: str = ""  # flags that say how the processes share a step
     commit: str = COMMIT
