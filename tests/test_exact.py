@@ -190,8 +190,8 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # Seldom drawn are a matrix that is tied and sharded twice, and biases without adapters in chunks;
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
-BIASED = PLAIN | dict(tp=2, async_tp=True, family="qwen2")
-NORMED = PLAIN | dict(tp=2, checkpointing="full", family="olmo2", generate=True)
+BIASED = PLAIN | dict(tp=2, async_tp=True, family="qwen2", microbatch=4)
+NORMED = PLAIN | dict(tp=2, checkpointing="full", family="olmo2", microbatch=4, generate=True)
 WINDOWED = PLAIN | dict(dp="fsdp", cp=2, family="olmo3", packed=True)
 # Without experts --ep is refused, so that few draws have it.
 EP = PLAIN | dict(dp="fsdp", ep=2, family="mixtral")
@@ -226,28 +226,28 @@ OBJECTIVES = [
     (1, "ipo", "dora", dict(base_bits=4)),
     (1, "rewards", "dora", dict(base_bits=4)),
     (2, "sigmoid", "dora", dict(dp="fsdp")),
-    (2, "sigmoid", "dora", dict(tp=2)),
+    (2, "sigmoid", "dora", dict(tp=2, microbatch=4)),
     (2, "ipo", "all", dict(cp=2, microbatch=4)),
     (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
     (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
     (2, "ipo", "none", dict(dp="fsdp", ep=2, family="qwen3_moe")),
-    (2, "ipo", "none", dict(tp=2, tied=True)),
+    (2, "ipo", "none", dict(tp=2, tied=True, microbatch=4)),
     (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
     (1, "rewards", "none", dict(family="deepseek_v3", microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", ep=2, family="mixtral")),
-    (2, "rewards", "all", dict(tp=2)),
+    (2, "rewards", "all", dict(tp=2, microbatch=4)),
     (2, "rewards", "all", dict(cp=2, microbatch=4)),
     (2, "rewards", "none", dict(pp=2, schedule="gpipe", microbatch=1)),
     (1, "forward", "all", dict(microbatch=1, checkpointing="full")),
     (1, "reverse", "none", dict(tied=True)),
     (2, "forward", "none", dict(dp="fsdp", microbatch=1)),
-    (2, "forward", "all", dict(tp=2)),
-    (2, "reverse", "none", dict(tp=2, tied=True)),
+    (2, "forward", "all", dict(tp=2, microbatch=4)),
+    (2, "reverse", "none", dict(tp=2, tied=True, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", cp=2, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", ep=2, family="mixtral")),
     (2, "reverse", "none", dict(pp=2, schedule="interleaved", microbatch=1)),
-    (2, "top_k", "none", dict(tp=2, checkpointing="selective")),
+    (2, "top_k", "none", dict(tp=2, checkpointing="selective", microbatch=4)),
 ]
 SLOWER_OBJECTIVES = [  # for the slow tests
     (2, "sigmoid", "all", dict(dp="ddp")),
