@@ -59,8 +59,9 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     base = f"{TINY} --data={text} --tokenizer=bytes".split()
     given = dict(patch=None, flags=[], base=base, rounds=1, seconds=240, processes=1)
     (project / "new.py").write_text("RATE = 0.1\n")
-    change = "    from new import RATE\n    args.lr = RATE\n    return process\n"
-    changed_copy(project, edits={"    return process\n": change}, file="setup")
+    change = "from new import RATE\n            lr = RATE\n"
+    edits = {"lr = learning_rate(step, steps.last, job.lr, run)\n": change}
+    changed_copy(project, edits=edits, file="train")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "sqrt.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
