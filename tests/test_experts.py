@@ -6,6 +6,7 @@ test_formats.py."""
 import argparse
 import json
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,5 +216,6 @@ def test_the_bias_balances_experts(seed, tmp_path):
         rows = torch.tensor(ids[: 32 * 256]).view(-1, 256)
         found[balance] = busiest(out, rows)
     print(found)
-    assert max(found["bias"]) <= 1.6
-    assert max(found["none"]) > 2
+    # On average over blocks: the busiest expert of a single block differs by a third between seeds.
+    assert statistics.mean(found["bias"]) <= 1.45
+    assert statistics.mean(found["none"]) > 2.5
