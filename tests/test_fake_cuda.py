@@ -71,7 +71,7 @@ def test_generation_waits_every_eight_tokens(name):
 FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where
     ("chunked_loss", "chunk_loss.detach()", "chunk_loss.detach().item()", "float32",
      "passes", "_local_scalar_dense at chunked_loss.py"),
-    ("model", "torch.arange(0, E, 2, device=positions.device,", "torch.arange(0, E, 2,", "fsdp",
+    ("model", "torch.arange(0, E, 2, device=device,", "torch.arange(0, E, 2,", "fsdp",
      "error", "on the same device"),
     ("model", "torch.where(targets != IGNORE, losses, 0)", "losses[targets != IGNORE]", "float32",
      "error", "nonzero"),
