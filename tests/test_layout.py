@@ -48,7 +48,7 @@ REACH = {  # tokens of code that `import` runs, at most
 TOKENS = {  # of a folder's code, at most
     "top": 31_578, "techniques": 26_536, "costs": 9_607, "perf": 12_437, "runs": 19_346,
     "files": 15_009, "models": 8_300, "text": 18_201, "plumbing": 9_530, "labs": 68_292,
-    "tests": 166_175, "docs": 11_162,
+    "tests": 166_342, "docs": 11_162,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
