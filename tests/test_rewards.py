@@ -285,7 +285,7 @@ def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_pat
     for name, config in (("dense", replace(CONFIG, **sizes)), ("mixture", mixture)):
         model = our_model(config, seed=5, factor=8)
         write_checkpoint(tmp_path / name, config, stored(model), BYTES)
-    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=32, steps=2, lr=1e-5)
+    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=64, steps=3, lr=1e-5)
     more |= dict(eval_every=0, save_every=0)
     chosen_anew = with_fault(tmp_path / "copy", "rewards", "REPLAYS = True", "REPLAYS = False")
     largest = {}
