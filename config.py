@@ -57,8 +57,8 @@ STRATEGIES = {  # --dp auto takes the first that fits
 def knob(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
     of configurations built in code. `unset`, of `more`, is that of a command line, where None lets
-    the run choose:
-    `optimizer` is "adamw" in code, and without the flag a run from scratch takes Muon."""
+    the run choose: `optimizer` is "adamw" in code, and without the flag a run from scratch takes
+    Muon."""
     may_change = kind != ARITHMETIC
     plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})

@@ -23,8 +23,8 @@ def read_counts(counts: Tensor, total: int) -> list[list[int]]:
 
 
 def keeping_reads(contexts: Callable) -> tuple:
-    """Return the contexts of a forward and of its recomputation that `contexts` makes. In the
-    second one, read_counts also returns in the same order what it has returned in the first."""
+    """Return the two contexts that `contexts` makes, of a forward and of its recomputation. Within
+    the second, read_counts returns what it has returned within the first, in the same order."""
     forward, again = contexts()
     kept = []
     in_order = iter(kept)
