@@ -1,8 +1,8 @@
 """Save, resume, import, export and merge checkpoints.
 
     OUT/step-00000100/          a checkpoint
-        config.json             model configuration, tokenizer, step, flags of the run; run.json in
-                                a LoRA run
+        config.json             model configuration, tokenizer, step, flags of the run (of a LoRA
+                                run it is named run.json)
         tokenizer.model         a copy, if the tokenizer is a file
         weights/, optimizer/    written by torch.distributed.checkpoint (DCP), each rank its shards
         adapter_*               instead of weights/ in a LoRA run: the adapter in PEFT's format
@@ -99,7 +99,7 @@ class Snapshot:
     step: int
     final: Path  # the checkpoint's directory
     tensors: dict[str, dict[str, Tensor]]  # directory in it -> this rank's shards by name
-    factors: dict[str, Tensor]  # of the adapters, all of them on rank 0
+    factors: dict[str, Tensor]  # of the adapters, whole: on rank 0, empty on others
     is_best: bool
 
     @property
@@ -167,7 +167,7 @@ class Saver(contextlib.AbstractContextManager):
         not finite."""
         self.wait()
         final = self.out / f"step-{step:08d}"
-        if final == self.newest:  # an evaluation has found it to be the best
+        if final == self.newest:  # saved before; an evaluation may have found it to be the best
             self._link_best_and_remove_old(best)
             return final
         check_finite(self.model, step, self.out, self.group)
@@ -279,7 +279,7 @@ def resume(
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
-    if not lora:
+    else:
         directories.load_tensors(weights_of(model), directory / "weights")
     directories.load_tensors(optimizer_state(optimizer), directory / "optimizer")
     return metadata["step"]

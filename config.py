@@ -1,4 +1,4 @@
-"""How a training step is split over ranks and computed (ParallelConfig), and the step (Work).
+"""How a training step is split over ranks (ParallelConfig), the step itself (Work), its results.
 
 A field that is declared by knob(...) is its own flag: `cp` is --cp in every script that trains or
 measures. The field also decides the flag's help, the command that a plan prints, the values that
@@ -55,10 +55,10 @@ STRATEGIES = {  # --dp auto takes the first that fits
 
 
 def knob(default, kind: str, help: str, choices: Iterable[str] = (), **more):
-    """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). `default` is that
-    of configurations built in code. `unset`, of `more`, is that of a command line, where None lets
-    the run choose: `optimizer` is "adamw" in code, and without the flag a run from scratch takes
-    Muon."""
+    """Return a field of ParallelConfig that is a flag, too (plumbing/flags.py). Configurations that
+    code builds have its `default`. A command line without the flag gives `unset`, an argument of
+    `more`: None lets the run choose. So code has the `optimizer` "adamw", and a run from scratch
+    chooses Muon."""
     may_change = kind != ARITHMETIC
     plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})
@@ -82,8 +82,9 @@ def dtype_named(text: str) -> torch.dtype:
 class ParallelConfig:
     """How a model is split over ranks and computed there.
 
-    As a command line asks for it, `dp` and `reshard` may be "auto", and what the run chooses by
-    itself is None: `decided` and costs/search.py replace these. Until then it has no `strategy`."""
+    As a command line gives it, `dp` and `reshard` may be "auto", and fields that are left to the
+    run None. `decided` and costs/search.py put values in their place; only then it has a
+    `strategy`."""
 
     dp: str = knob("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
@@ -215,7 +216,7 @@ class ParallelConfig:
 
     @property
     def repeats_attention(self) -> bool:
-        """Whether backward runs attention again. Compiled blocks save its output."""
+        """Whether backward runs attention again. With --compile its output is saved."""
         return self.checkpointing == "full" and not self.compile
 
     def compiles_loss(self, on_gpu: bool) -> bool:
@@ -223,8 +224,8 @@ class ParallelConfig:
         return on_gpu and self.compile and self.tp == 1
 
     def fixes_shapes(self, on_gpu: bool) -> bool:
-        """Return whether experts, too, see the same shapes in every batch, as they do where one
-        kernel multiplies the rows of all experts, and no rows are sent."""
+        """Return whether shapes within experts, too, are the same in every batch: one kernel takes
+        the rows of all experts, and without --ep no rows are sent."""
         return on_gpu and self.dtype == torch.bfloat16 and self.ep == 1
 
     @property
@@ -232,10 +233,10 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
-# From the dimension whose ranks are farthest apart.
+# Groups of ranks that communicate, those whose ranks are farthest apart first.
 DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
-OWN_GROUPS = ("cp", "ep")  # are no dimensions of the mesh, but neighbours along some
-# Dimension -> the one it is a kind of: FSDP shards experts along expert_shard, not shard.
+OWN_GROUPS = ("cp", "ep")  # no dimensions of the mesh: their ranks are neighbours along shard or tp
+# Group -> where a table counts it: FSDP shards experts along expert_shard, which counts as shard.
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]

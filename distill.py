@@ -12,12 +12,12 @@ targets on all ranks are added up, and divided once by their number:
     given answers   sum over v of p_teacher(v) (log p_teacher(v) - log p_student(v))
     --on-policy     sum over v of p_student(v) (log p_student(v) - log p_teacher(v))
 
-Given answers are the conversations that finetune_lora.py reads. With --on-policy the data are lines
-with a "prompt", and in each step the student answers --batch of them itself, at temperature 1, so
-that it learns where its own answers lead (GKD, Agarwal et al. 2023, arXiv:2306.13649). The sum over
-the vocabulary is exact; an estimate by the token that was drawn would be noisier. Its gradient goes
-through the distribution at each token, but not through the sampling: that a token leads to others,
-at which student and teacher may differ more, is left out.
+The given answers are those of conversations, as finetune_lora.py reads them. With --on-policy the
+data are lines with a "prompt", and in each step the student answers --batch of them itself, at
+temperature 1, so that it learns where its own answers lead (GKD, Agarwal et al. 2023,
+arXiv:2306.13649). The sum over the vocabulary is exact; an estimate by the token that was drawn
+would be noisier. Its gradient goes through the distribution at each token, but not through the
+sampling: that a token leads to others, at which student and teacher may differ more, is left out.
 
 The teacher, in the dtype of computation or in 4 bits, is split over ranks as the student is. Its
 forward runs before a step, and leaves the last hidden state of each token of this rank's sequences;
@@ -81,7 +81,7 @@ class Distilling(Finetuning):
         super().check()
         if self.on_policy and (self.dropout or self.train_on_prompt or self.top_k):
             problem = "--dropout, --train-on-prompt and --top-k are for answers that are given"
-            raise UserError(f"{problem}: leave them out, or --on-policy")
+            raise UserError(f"{problem}: leave out these, or --on-policy")
         if not self.on_policy and self.typed & {"chat", "max_new_tokens"}:
             raise UserError("--chat and --max-new-tokens are for --on-policy: leave them out")
 
@@ -97,23 +97,29 @@ class Distillation(Task):
         self.teacher = Teacher(load_teacher(self.run, self.world), divergence, self.run.top_k)
         self.batch = None  # the microbatch under way
         self.sums = Counter()  # over targets, by name, since the last finish_measures
-        self.job.model.loss = self.divergence
+        self.job.model.loss = self.sum_of_divergences
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         return self.taught(super().batches(steps))
 
     def taught(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches with what the loss needs of the teacher, and free that after their step."""
         for batch in map(self.with_teacher, batches):
             yield batch
             self.batch = None
-            batch.target_values.clear()  # which are large, and the loop still has the batch
+            batch.target_values.clear()  # the loop still has the batch
 
     def with_teacher(self, batch: Batch) -> Batch:
         """Return a batch with what the teacher's forward leaves for the loss."""
         left = self.teacher.forward(batch, self.work.microbatch)
-        return replace(batch, target_values=left, before_forward=partial(setattr, self, "batch"))
+        return replace(batch, target_values=left, before_forward=self.begin_microbatch)
 
-    def divergence(self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
+    def begin_microbatch(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def sum_of_divergences(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary
+    ) -> Tensor:
         """As the student's `loss`: return the sum of the divergences at all targets, and add what
         is measured to `sums`. An exam, which is of no batch, gets cross entropies."""
         if not self.batch:

@@ -120,7 +120,8 @@ class Memory:
     def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
         """Yield the tokens that continue a prompt, of which only what is new is read."""
         known = 0
-        # The newest token may be in no cache yet; the prompt's last is read for its logits.
+        # Without the newest old token, which may be in no cache, and the prompt's last, which is
+        # read for its logits.
         for old, new in zip(self.tokens[:-1], prompt[:-1]):
             if old != new:
                 break

@@ -48,8 +48,8 @@ class LlamaConfig:
     rope_scaling: float = 1.0  # see rope_frequencies: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
     head_dim: int = 0  # E; 0 means D / H. In dataclasses.replace(config, dim=...) add head_dim=0
-    # Facts that the prediction of costs and refusals ask for, to be skipped at first. Files of
-    # models/ override them. They are no fields: neither a flag nor a checkpoint has them.
+    # Skip these at first: predictions and refusals ask for them. Here they are constants, neither
+    # flags nor in checkpoints; files of models/ make them properties or fields.
     n_experts = 0  # feed-forwards that a router chooses from
     ffn_uses = 1  # feed-forwards of width F that a token uses; above 1: of experts
     normed_dim = 0  # features that a block normalizes beside those of two norms of x
@@ -167,8 +167,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, E]
-    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: in place of T, a group's
-        queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # heads: [B, KV, H / KV, E]
+    if mask is not None and mask.shape[-3:-1] == (1, 1):  # one token: a group's heads replace T
+        queries = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, KV, H / KV, E]
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return out.flatten(1, 2)[:, None]  # [B, 1, H, E]
     # On a GPU kernels with a mask, or for float32, need a key/value head for each query head.
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     `compute_dtype`, if set, is the autocast dtype of forward."""
 
     block_type = Block
-    writes_to_stream = ()  # of tok_embeddings and output none is added to it: see init_weights
+    writes_to_stream = ()  # neither tok_embeddings nor output is added to it: see init_weights
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

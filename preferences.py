@@ -58,7 +58,7 @@ from text.pairs import pairs
 
 
 def sigmoid_loss(margin: Tensor, beta: float) -> Tensor:
-    """Return DPO's loss of each pair."""
+    """Return DPO's loss of each pair. `beta` is for ipo_loss."""
     return -F.logsigmoid(margin)
 
 
@@ -214,9 +214,10 @@ class Preferences(Task):
 
 
 def sums_of_answers(x: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of x [B, T] over each answer: [B, pairs, 2]. The documents of a row are the
-    chosen and the rejected answer of a pair, each after its prompt, those of the next pair, ...,
-    and the padding at its end. Rows with fewer pairs than others are filled up with 0. Of ranks
+    """Return the sum of x [B, T] over each answer: [B, pairs, 2].
+
+    The documents of a row: chosen 0 | rejected 0 | chosen 1 | rejected 1 | ... | padding, where an
+    answer stands after its prompt. Rows with fewer pairs than others are filled up with 0. Of ranks
     that share rows (--cp) the first has the sums, and the others 0."""
     sums = batch.sums_of_documents(x)  # [B, R]; R is a power of 2, and 1 if all rows are padding
     return F.pad(sums, (0, sums.shape[1] % 2)).unflatten(1, (-1, 2))

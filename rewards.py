@@ -1,6 +1,6 @@
 r"""Train a Llama from rewards: sample answers, make those likelier that beat their group (GRPO).
 
-    torchrun rewards.py --init out/sums --data prompts.jsonl --reward reward.py
+    torchrun rewards.py --init out/sums/base --data prompts.jsonl --reward reward.py
     torchrun --nproc-per-node 8 rewards.py --init ~/Llama-3.2-1B-Instruct --chat \
              --data gsm8k.jsonl --reward gsm8k.py --batch 256 --group 16 --microbatch 8 --lr 1e-5
 
@@ -34,7 +34,7 @@ model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.0
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
 once: a run checks that both agree. In bfloat16 they do so roughly, so a token has the weight
 p in training / p in sampling, at most --max-ratio (Yao et al. 2025, "truncated importance
-sampling"). The p in training is that before the first update.
+sampling"), where the p in training is that of the weights before the first update.
 An answer depends only on the weights, its prompt, the seed and its number, so a step is the same on
 any number of ranks. The loop over steps is train.py's: finetune of finetune_lora.py freezes a base,
 adds adapters, and calls it with the Task of this file. docs/preferences.md says more.
@@ -68,6 +68,7 @@ from plumbing.parser import nonnegative_float, positive_float
 from plumbing.processes import meet, shared_store
 from runs.answers import (
     Answers,
+    Prompts,
     Sampled,
     check_can_sample,
     open_prompts,
@@ -82,7 +83,6 @@ from runs.scores import Stopped
 from runs.task import Task
 from text.batch import Batch
 from text.order import Steps
-from text.packing import Rows
 from text.targets import SHOWN
 
 # How far rounding takes log p of a token in training from that in sampling, at most.
@@ -164,7 +164,7 @@ def reward_processes(path: Path, n: int):
 
     started = RewardProcesses(path, n)
     if started.problem:
-        raise UserError(f"--reward {path} has no function reward: it {started.problem}")
+        raise UserError(f"--reward {path}: the file {started.problem}")
     return started
 
 
@@ -191,7 +191,9 @@ def clipped(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> tu
     return bounded.exp() * advantage, is_clipped
 
 
-def open_prompts_and_rewards(run: Rewarding, tokenizer, reading) -> tuple[Rows, Rows, list, str]:
+def open_prompts_and_rewards(
+    run: Rewarding, tokenizer, reading
+) -> tuple[Prompts, Prompts, list, str]:
     """Return what open_prompts does; start the processes of rewards first, which may fail."""
     if is_rank_zero():
         reward_processes(run.reward, run.reward_workers)
@@ -247,15 +249,15 @@ class Rewards(Task):
         for layer in self.job.model.modules():
             if hasattr(layer, "keeps_choices"):
                 layer.keeps_choices = self.replays
-        # Where experts are chosen anew, rounding may send some tokens to others. (It rounds too
-        # little in float64; in bfloat16 a run only warns.) The whole model is asked for experts: a
-        # stage of a pipeline may have none.
+        # Where experts are chosen anew, rounding of float32 may send some tokens to others.
+        # (Rounding of float64 does not; in bfloat16 a run only warns.) The whole model is asked for
+        # experts: a stage of a pipeline may have none.
         layers = [*self.work.model.modules()]
-        are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)  # of experts alone
+        are_routed = any(hasattr(layer, "shapes_vary") for layer in layers)  # experts alone have it
         can_replay = any(hasattr(layer, "keeps_choices") for layer in layers)
         chooses_anew = are_routed and not (can_replay and self.replays)
         in_float32 = self.world.parallel.dtype == torch.float32
-        self.may_be_far = 0.1 if chooses_anew and in_float32 else 0.0  # share of a step's tokens
+        self.share_may_be_far = 0.1 if chooses_anew and in_float32 else 0.0  # of a step's tokens
 
     def batches(self, steps: Steps) -> Iterator[Batch]:
         for step in steps.to_do:  # not ahead: a batch needs the latest weights
@@ -288,9 +290,8 @@ class Rewards(Task):
             "end": statistics.mean(answer[-1] in stop for answer in answers),
             "length": statistics.mean(map(len, answers)),
         }
-        # Ranks take answers in turn: the i-th parts of all their rows are together the i-th of
-        # --updates equal parts of the step's groups. A part without rewards is left out: an update
-        # would divide by 0 answers.
+        # The i-th parts of all ranks' rows together are the i-th of --updates equal parts of the
+        # step's groups. A part without rewards is left out: an update would divide by 0 answers.
         self.are_rewarded = have_rewards.view(run.updates, -1).any(1)
         if run.skip_bad:
             self.measured["skipped"] = 1 - have_rewards.double().mean().item()
@@ -405,7 +406,7 @@ class Rewards(Task):
         sums = {  # finish_measures divides them by the tokens
             "tokens": batch.count(),
             "far": (by_rounding.abs() > self.tolerance).sum(),
-            "mean_log_ratio": distance.sum(),  # log p now over that in sampling
+            "mean_log_ratio": distance.sum(),  # of |log(p now / p in sampling)|
             "clipped": is_clipped.sum(),
             "entropy": losses.detach().sum(),  # the mean of -log p over drawn tokens
         }
@@ -452,8 +453,9 @@ class Rewards(Task):
         found += f" by more than {self.tolerance:.2g}, at most by {largest:.2g}"
         if self.only_warns and share > WARN_ABOVE and not self.has_warned:
             self.has_warned = True
-            print_rank_zero(f"warning: {found}: --max-ratio bounds its weight", file=sys.stderr)
-        if not self.only_warns and share > self.may_be_far:
+            bound = "--max-ratio bounds the weight of such tokens"
+            print_rank_zero(f"warning: {found}: {bound}", file=sys.stderr)
+        if not self.only_warns and share > self.share_may_be_far:
             raise UserError(f"{found}: model.py computes something else with a cache")
 
     def evaluate(self) -> Totals:

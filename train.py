@@ -154,7 +154,7 @@ def train(task: Task, runner: nn.Module) -> bool:
 
 
 def unevaluated_step(run: Run, steps: Steps, world: World) -> dict | None:
-    """Return the metrics of the last step done, if a kill has cut off its evaluation."""
+    """Return the metrics of the last step done, if a signal or a kill has ended its evaluation."""
     if not is_due(steps.done, run.eval_every, steps.last):
         return None
     find = partial(records.unevaluated, run.directory, steps.done)
@@ -165,8 +165,7 @@ def end_step(
     task: Task, metrics: dict, signal: int, recorder: records.Recorder, saver: Saver, last: int
 ) -> int:
     """Record a step, save and evaluate where these are due, and save what is best. Return the
-    signal that ends the run, which then saves: the given one, or one that came in the evaluation; 0
-    for none."""
+    signal that is to end the run, 0 for none: `signal`, or one that came in the evaluation."""
     run, step = task.run, metrics["step"]
     recorder.write(metrics)  # a run that resumes from this step's checkpoint needs it
     if step == last or is_due(step, run.save_every, last):
@@ -209,9 +208,9 @@ def accumulate(
             part.prepare()  # what a task tells layers before a forward (rewards.py); else nothing
             computed = runner(part.tokens, part.targets, part.positions, documents=part.documents)
             microbatch_loss = task_loss(computed, part) if task_loss else computed
-            # The model's own loss (chunked_loss.py) has computed the gradients of the hidden states
-            # and, if it is trained, of the output weight in its forward, so that no logits are
-            # kept. Backward goes on from there.
+            # The model's own loss (techniques/chunked_loss.py) has computed the gradients of the
+            # hidden states and, if it is trained, of the output weight in its forward, so that no
+            # logits are kept. Backward goes on from there.
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -236,8 +235,8 @@ def update(
     unequally. labs/mean shows the difference.
     The all-gather also tells all ranks which signal asks one of them to end.
     Raises UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    # This rank's share of the squared norm of the whole gradient. Of a shard a rank counts all; of
-    # what k ranks hold alike, as all do under DDP, 1/k. So the shares of all ranks add up to it.
+    # This rank's share of the squared norm of the whole gradient: all of the squares of its own
+    # shards, 1/k of those that k ranks hold alike (under DDP, all). The shares add up to the whole.
     gradients, squared_norm_share = own_gradients(optimizer, world.size)
     signal = plumbing.endings.asked_to_end()
     rows = world.all_gather_scalars([loss, squared_norm_share, signal, count, *sizes])
@@ -264,8 +263,8 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # By default Muon from scratch, else AdamW; weights of matrices decay, no others, and adapters'
-    # only if asked. Muon is for matrices of blocks, and needs them whole: ranks send each other the
+    # A run from scratch takes Muon, others AdamW, if no flag says otherwise. Matrices alone have
+    # weight decay. Muon is for matrices of blocks, and needs them whole: ranks send each other the
     # parts of their momentum, each orthogonalizes some matrices, and sends back parts of their
     # updates. All else, embedding and output too, AdamW updates where it is.
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Import, export and merge: make a checkpoint of any model directory, and of a checkpoint the files
+"""Import, export and merge: turn any model directory into a checkpoint, and a checkpoint into files
 of other programs. One process does it, matrix by matrix; checkpoint.py has the commands."""
 
 import contextlib
@@ -49,7 +49,8 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a checkpoint at `target` of a model with an adapter, or that of a run, added."""
+    """Write a checkpoint at `target` of a model and an adapter. `adapter` is a directory with one,
+    or a run that trained one."""
     adapter = find_adapter(adapter, base)
     config, stored = open_weights(base)
     merged = merged_weights(stored, adapter, config)
@@ -70,8 +71,8 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write to, in a hidden one, and rename it to `target` if nothing was
-    raised. Raises UserError if the target exists."""
+    """Yield a hidden directory to write to, and rename it to `target` if nothing was raised. Raises
+    UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
     try:

@@ -126,21 +126,21 @@ def read_config(directory: Path) -> dict:
     saved = content.checked("model", content["model"], dict)
     digest = content.checked("digest", content.get("digest", ""), str)
     if "family" in content:
-        family = signed = family_named(content.checked("family", content["family"], str), digest)
+        family = of_logits = family_named(content.checked("family", content["family"], str), digest)
     else:
         from files.old_models import family_of_old  # here, since only an old checkpoint needs it
 
         family = family_of_old(content, saved)
-        signed = families()["llama"]  # whose logits all checkpoints had
+        of_logits = families()["llama"]  # whose logits all old checkpoints have
     default = family.config()
-    # Defaults need no check, which would refuse the 0 of a field that somebody has added.
+    # Defaults are not checked: a field that somebody has added may have 0, which is refused.
     changed = {name: value for name, value in saved.items() if value != getattr(default, name, ...)}
     content.checked("step", content["step"], int, above=-1)
     content.checked("flags", content["flags"], dict)
     content.checked("tokenizer", content["tokenizer"] or "", str)
     logits = content.checked("logits", content["logits"] or [], list)
     logits = [content.checked("logits", value, float, above=-(2**31)) for value in logits]
-    warn_of_other_code(directory, signed, tuple(logits) or None, digest)
+    warn_of_other_code(directory, of_logits, tuple(logits) or None, digest)
     config = checked_config(content, family.config, **changed)
     metadata = content | {"model": config, "directory": directory}
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
@@ -297,9 +297,9 @@ def newest_undamaged(newest: Path) -> Path:
         mine = str(error)
     meet()
     dist.all_gather_object(problems, mine)
-    if not (problem := max(problems)):
+    if not (problem := max(problems)):  # some rank's, or "" if no file is damaged
         return newest
-    *_, before, _ = [None, *checkpoints(newest.parent)]
+    *_, before, _ = [None, *checkpoints(newest.parent)]  # `newest` is the last
     dist.barrier()  # all have looked
     if not before:
         raise UserError(problem)
@@ -436,7 +436,7 @@ def remove_old(newest: Path, keep: int, is_best: bool) -> None:
     if is_best:
         os.replace(new_link(newest.parent, newest.name), link)
     best = link.readlink().name if link.is_symlink() else ""
-    for old in checkpoints(newest.parent)[: -keep or 0]:
+    for old in checkpoints(newest.parent)[: -keep or 0]:  # none if `keep` is 0
         hidden = old.with_name(f".{old.name}")
         try:
             if old.name != best:

@@ -64,8 +64,8 @@ def hf_name(name: str, names: dict[str, str] = HF_NAMES) -> str:
 
 def all_names(config: LlamaConfig) -> dict[str, str]:
     """Return Hugging Face's names of a model's modules; of one that nobody else knows, Llama's."""
-    published = family_of(config).published
-    return HF_NAMES | published.names if published else HF_NAMES
+    as_published = family_of(config).published
+    return HF_NAMES | as_published.names if as_published else HF_NAMES
 
 
 def hf_names(name: str, config: LlamaConfig, shape: tuple[int, ...]) -> list[str]:
@@ -89,8 +89,8 @@ def reorder_rows(
     tensor is returned as it is."""
     *_, matrix, kind = name.split(".")
     paired = {"wq": config.n_heads, "wk": config.n_kv_heads}
-    if others := family_of(config).published:
-        paired |= others.paired(config)
+    if as_published := family_of(config).published:
+        paired |= as_published.paired(config)
     heads = paired.get(matrix)
     if not heads or kind == "lora_A":
         return tensor
@@ -197,33 +197,33 @@ def hf_config(directory: Path) -> LlamaConfig:
     if kind not in known:
         raise UserError(f"{path} has model_type {kind}: only {', '.join(known)} work here")
     family = known[kind]
-    others = family.published
-    nulls = {"num_key_value_heads": content.get("num_attention_heads")} | others.nulls
+    as_published = family.published
+    nulls = {"num_key_value_heads": content.get("num_attention_heads")} | as_published.nulls
     for key in [key for key, value in content.items() if value is None]:
         del content[key]  # any other null is a missing field
         if key in nulls:
             content[key] = nulls[key]
-    others.prepare(content)
+    as_published.prepare(content)
     # transformers 4 has rope_theta, and rope_scaling beside it, if any. transformers 5 has both in
     # one dictionary, rope_parameters; but a rope_scaling that was added by hand replaces all of it.
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
-    fields = HF_FIELDS | others.fields
+    fields = HF_FIELDS | as_published.fields
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    scaling = others.scaling or SUPPORTED_SCALING
+    scaling = as_published.scaling or SUPPORTED_SCALING
     scaled = scaling["rope_type"]
     if rope_type not in ("default", scaled):
         raise UserError(
             f"{path} has RoPE of type '{rope_type}': only default and {scaled} work here"
         )
     supported = SUPPORTED | (scaling if rope_type == scaled else {})
-    supported |= others.supported
+    supported |= as_published.supported
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": content["num_attention_heads"]}
-    defaults |= SUPPORTED | others.defaults
-    for new, old in others.renamed.items():
+    defaults |= SUPPORTED | as_published.defaults
+    for new, old in as_published.renamed.items():
         if new in content:
             defaults[old] = content[new]
     original = "original_max_position_embeddings"
@@ -238,12 +238,12 @@ def hf_config(directory: Path) -> LlamaConfig:
         values["head_dim"] = content["head_dim"]
     if rope_type == scaled:
         values["rope_scaling"] = rope.get("factor")
-    return checked_config(content, family.config, **values | others.read(content))
+    return checked_config(content, family.config, **values | as_published.read(content))
 
 
 @functools.cache
 def note(text: str) -> None:
-    """Say once what was taken of two things."""
+    """Print a note on rank 0, the same text only once."""
     print_rank_zero(f"note: {text}", file=sys.stderr)
 
 

@@ -37,7 +37,7 @@ def weights_of(model: Llama) -> dict[str, Tensor]:
     """Return a model's weights by name, without adapters, sharing its memory."""
     tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
     if model.config.tie_embeddings:
-        tensors.pop("output.weight", None)  # of a pipeline's ranks, the last alone has it
+        tensors.pop("output.weight", None)  # of a pipeline's ranks the last alone has it
     return tensors
 
 
@@ -68,7 +68,7 @@ def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> 
         dtype = next(model.parameters()).dtype
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
         stored = merged_weights(stored, adapter, model.config)
-    quantize_base(model, lambda name: stored[name].read(), assign_shard)
+    quantize_base(model, lambda name: stored[name].read(), assign_shard)  # if it is in 4 bits
     stored = with_progress_of(stored, f"loading {directory}")
     for name, parameter in weights_of(model).items():
         if parameter.is_floating_point():
@@ -85,7 +85,7 @@ def load_pretrained(
     """Return a Llama with what load_weights loads, from any directory that find_checkpoint finds.
     `prepare` may change its layers before they are allocated, as add_adapters does."""
     directory = find_checkpoint(Path(directory))
-    config = read_config(directory)["model"]  # not on meta, where it could compare no logits
+    config = read_config(directory)["model"]  # before meta: it computes logits of a small model
     with torch.device("meta"):
         model = config.build().to(dtype)
         prepare(model)

@@ -42,8 +42,8 @@ def on_rank_zero(work: Callable, group: dist.ProcessGroup) -> None:
 def checkpoint_bytes(
     weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> int:
-    """Return how many bytes a checkpoint takes, of all ranks: `weights`, this rank's that are to be
-    saved, and the optimizer's state. Raises UserError if that cannot be saved."""
+    """Return how many bytes a checkpoint of all ranks takes. `weights` are those of this rank that
+    are to be saved. Raises UserError if the optimizer's state cannot be saved."""
     is_new = not optimizer.state
     state = optimizer_state(optimizer)
     if is_new:
@@ -51,6 +51,7 @@ def checkpoint_bytes(
     if not state:
         kind = type(optimizer).__name__
         print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
+    # Of a DTensor nbytes is the size of the whole tensor, not of this rank's shard.
     sizes = {name: tensor.nbytes for name, tensor in (weights | state).items()}
     all_sizes = {}  # what several ranks have is saved once
     for of_rank in on_every_rank(lambda: sizes, group):

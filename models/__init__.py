@@ -1,1 +1,1 @@
-"""One model a file: what differs from Llama, which model.py is."""
+"""model.py is Llama; each file here says how another model differs from it."""

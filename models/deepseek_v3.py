@@ -5,8 +5,7 @@ What differs from Llama: keys and values of all heads are made of a small latent
 beside one that every token uses; and YaRN for long contexts.
 
 A token x gives C features, the latent, of which all heads make keys and values, and R features of
-keys that all heads share. These alone are rotated, since no single matrix makes keys of a latent
-that are rotated by their position:
+keys that all heads share. RoPE rotates these alone:
 
     x ── wq_a ── norm ── wq_b ──────────── queries of H heads: E - R features, and R rotated ones
     │
@@ -14,9 +13,9 @@ that are rotated by their position:
                 └─ R, rotated ──────────── R more features of the keys, the same for all heads
 
 These C + R features are all that generation needs to keep of a token (DeepSeek-AI 2024,
-arXiv:2405.04434). The cache (techniques/kv_cache.py) holds keys and values of all heads, as in
-other models: code that attends to latents would multiply queries by the rows of wkv_b that make
-keys.
+arXiv:2405.04434): queries can be multiplied by the rows of wkv_b that make keys, and then attend to
+latents, as no rotation stands in between. The cache here (techniques/kv_cache.py) holds keys and
+values of all heads, as in other models.
 
 The router's scores are sigmoids: an expert's does not depend on the others'. Experts are in groups,
 which their authors place on different nodes: a token chooses among those of the `top_groups` groups
@@ -214,7 +213,7 @@ class DeepseekV3(model.Llama):
 
 
 def score_scale(c: DeepseekV3Config) -> float:
-    """Return by what YaRN multiplies attention's scores: in long contexts they are flatter."""
+    """Return by what YaRN multiplies attention's scores: a softmax of more keys is flatter."""
     if c.rope_scaling <= 1.0:
         return 1.0
     return (0.1 * c.rope_mscale * math.log(c.rope_scaling) + 1.0) ** 2
@@ -224,20 +223,20 @@ def plan():
     from techniques.more_layers import GatheredColumns, GatherFeatures, OwnTokens
     from techniques.parallel_layers import NORM
 
-    whole = OwnTokens()
+    own_tokens = OwnTokens()
     gathered_columns = GatheredColumns()
     layers = {
         "attention": GatherFeatures(),
         "attention.wq": gathered_columns,
-        "attention.wq_a": whole,
+        "attention.wq_a": own_tokens,
         "attention.q_norm": NORM,
         "attention.wq_b": gathered_columns,
-        "attention.wkv_a": whole,
+        "attention.wkv_a": own_tokens,
         "attention.kv_norm": NORM,
         "attention.wkv_b": gathered_columns,
-        "feed_forward.shared.w1": whole,
-        "feed_forward.shared.w2": whole,
-        "feed_forward.shared.w3": whole,
+        "feed_forward.shared.w1": own_tokens,
+        "feed_forward.shared.w2": own_tokens,
+        "feed_forward.shared.w3": own_tokens,
     }
     return mixtral.plan() | {f"layers.*.{name}": style for name, style in layers.items()}
 

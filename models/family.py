@@ -26,17 +26,17 @@ from plumbing.messages import UserError
 # The files of this folder with a MODEL.
 HERE = "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "olmo3", "gemma3", "deepseek_v3"
 TARGETS = "wq", "wk", "wv", "wo", "w1", "w2", "w3"  # a Llama's matrices that can have an adapter
-# A small model of each kind, for the published logits alone (files/published.py). All that a real
-# model has changes its logits: grouped queries, the epsilon, each range of Llama 3.1's RoPE. It has
-# four layers, as some models treat every fourth layer differently.
+# A small model of each kind, for the published logits alone (files/published.py). Each part of a
+# real model shows in its logits: grouped queries, the epsilon, each range of Llama 3.1's RoPE. It
+# has four layers, as some models treat every fourth layer differently.
 SMALL = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=64)
 SMALL |= dict(norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
 
 
 @dataclass(frozen=True)
 class Published:
-    """How other programs know a model. "Fields" are those of a Hugging Face config.json, into which
-    the fields of its RoPE have been merged, or the configuration's where that is said."""
+    """How other programs know a model. "Fields" are those of a Hugging Face config.json, with those
+    of its RoPE among them; ours are called the configuration's."""
 
     logits: tuple[float, ...]  # of the small model, as transformers computes them
     # Module, or parameter -> its name in Hugging Face's files, beside formats.HF_NAMES. {} is the
@@ -48,7 +48,7 @@ class Published:
     # The only values that work here: others are refused, and these are written.
     supported: dict[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()  # fields of other models that this one's config.json is not given
-    # What null means in a field, None: it is refused. In others it is as if the field were missing.
+    # What null means in a field (None: it is refused). In all others it means a missing field.
     nulls: dict[str, Any] = field(default_factory=dict)
     scaling: dict[str, Any] | None = None  # the only values of a scaled RoPE; None: formats.py's
     # Is called first with the content of a config.json: to write into it in one way what a file may
@@ -57,10 +57,10 @@ class Published:
     # Content of a config.json, with the defaults of missing fields -> more of the configuration.
     read: Callable = lambda content: {}
     write: Callable = lambda config: {}  # configuration -> more fields of a config.json
-    # (name in a file, configuration) -> what part of a model it is that is not read, or ""
+    # (name in a file, configuration) -> what this part of a model is called, if it is not read; ""
     ignored: Callable = lambda name, config: ""
-    # Configuration -> parameters whose rows RoPE pairs as those of wq, with their number of heads,
-    # beside wq and wk. 0: none are paired.
+    # Configuration -> beside wq and wk, parameters whose rows RoPE pairs, with their numbers of
+    # heads. 0: no rows are paired.
     paired: Callable = lambda config: {}
     unpublished: Callable = lambda config: ""  # why nobody else knows such a configuration, or ""
     # The order of rows of wq and wk in llama.cpp's files, "meta" or "hf"; "": none are written.
@@ -75,8 +75,8 @@ class Family:
     name: str  # the model_type of a config.json; a student's is replaced by the name of its file
     config: type[LlamaConfig]
     presets: dict[str, LlamaConfig] = field(default_factory=dict)
-    # Fields of its SMALL model, whose logits a checkpoint keeps: values of your fields that fit its
-    # sizes, and that 600 tokens show. (The check at a start shrinks the run's own model.)
+    # Your fields in the SMALL model, by whose logits changed code is noticed (files/published.py):
+    # values that fit its sizes and matter within 600 tokens, such as a window of 48.
     small: dict[str, Any] = field(default_factory=dict)
     # () -> {"layers.*.attention.q_norm": style of tensor parallelism}, beside parallel.PLAN or in
     # place of its entries. It is a function, since styles import torch.distributed, which a model
@@ -110,7 +110,7 @@ def find_preset(name: str) -> LlamaConfig:
     """Return the configuration that --model names: a preset, FILE.py, or FILE.py:PRESET."""
     path, _, preset = name.partition(":")
     if path.endswith(".py"):
-        from models.own_file import load_file  # here, as below: most models need none
+        from models.own_file import load_file  # here, as below: for a student's file alone
 
         known = load_file(path).presets
         preset = preset or next(iter(known))
@@ -118,7 +118,7 @@ def find_preset(name: str) -> LlamaConfig:
         known = presets()
         preset = name
     if preset not in known:
-        raise UserError(f"no model '{name}': choose one of {', '.join(known)}")
+        raise UserError(f"no preset '{preset}': choose one of {', '.join(known)}")
     return known[preset]
 
 

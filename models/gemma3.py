@@ -84,7 +84,7 @@ class Block(model.Block):
 
     def __init__(self, config: Gemma3Config, layer: int):
         super().__init__(config, layer)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)  # in place of Llama's
         self.attention_out_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_out_norm = RMSNorm(config.dim, config.norm_eps)

@@ -1,4 +1,4 @@
-"""Llama, which model.py is: its record."""
+"""The record of Llama itself, which is in model.py."""
 
 from model import PRESETS, LlamaConfig
 from models.family import Family, Published

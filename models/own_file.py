@@ -33,19 +33,28 @@ def load_file(path: str) -> Family:
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # which dataclasses and pickle look for
     try:
+        model = run_file(path, spec, module)
+    except UserError:
+        del sys.modules[file.stem]  # so that it can be mended and loaded again
+        raise
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    family = replace(model, name=file.name, digest=digest)
+    families()[file.name] = family
+    return family
+
+
+def run_file(path: str, spec, module) -> Family:
+    """Run a file as a module, and return its MODEL. Raise UserError if it has none that works."""
+    try:
         spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[file.stem]
         raise UserError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     model = getattr(module, "MODEL", None)
     if not isinstance(model, Family) or not model.presets:
         raise UserError(f"{path} is no model: it needs MODEL = Family(...) with presets")
     check_classes(path, module, model)
     check_fields(path, model)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    family = replace(model, name=file.name, digest=digest)
-    families()[file.name] = family
-    return family
+    return model
 
 
 def check_classes(path: str, module, model: Family) -> None:

@@ -15,7 +15,7 @@ from techniques.windows import attend_within
 
 @dataclass(frozen=True)
 class WindowConfig(LlamaConfig):
-    """Each layer attends to a window (techniques/windows.py), but every so many to everything."""
+    """A layer attends to a window (techniques/windows.py), every full_every-th to everything."""
 
     window: int = 4096  # tokens
     full_every: int = 4  # layers
@@ -71,7 +71,7 @@ def yarn_frequencies(width: int, theta: float, factor: float, original: int, dev
     2023, arXiv:2309.00071) mixes both speeds by the number of the pair; Llama 3.1 does so by its
     turns."""
     exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
-    wavelengths = theta**exponents  # in tokens, over 2 pi
+    wavelengths = theta**exponents  # tokens / (2 pi)
     if factor == 1.0:
         return 1.0 / wavelengths
 
@@ -79,13 +79,15 @@ def yarn_frequencies(width: int, theta: float, factor: float, original: int, dev
         return width / 2 * math.log(original / (times * 2 * math.pi)) / math.log(theta)
 
     first = max(math.floor(pair_that_turns(FAST)), 0)
-    last = min(math.ceil(pair_that_turns(SLOW)), width - 1)  # pairs end before; so its authors clip
+    # There are but width / 2 pairs; YaRN's authors clip at width - 1.
+    last = min(math.ceil(pair_that_turns(SLOW)), width - 1)
     pairs = torch.arange(len(wavelengths), device=device, dtype=torch.float32)
     slow_share = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return slow_share / (factor * wavelengths) + (1 - slow_share) / wavelengths
 
 
 def yarn_scale(factor: float) -> float:
+    """Return by what YaRN multiplies queries and keys."""
     return 0.1 * math.log(factor) + 1
 
 

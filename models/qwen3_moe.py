@@ -1,6 +1,6 @@
 """Qwen3 with experts (Yang et al. 2025, arXiv:2505.09388).
 
-What differs from Llama: Qwen3's attention, and Mixtral's experts, which are many and narrow.
+What differs from Llama: Qwen3's attention, and experts like Mixtral's, but many narrow ones.
 """
 
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ def signals_collected(time_limit: float = 0) -> Iterator[None]:
     _deadline = _started + time_limit if time_limit else float("inf")
     before = {}
     for number in SAVING_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP: so do we
             before[number] = signal.signal(number, _collect)
     try:
         yield
@@ -95,7 +95,7 @@ def signals_collected(time_limit: float = 0) -> Iterator[None]:
 
 def asked_to_end() -> int:
     """Return the signal that asks this run to save and end; 0 if none does. SIGALRM stands for the
-    time limit. No timer sends it: a process has one alone, which a user's reward may set."""
+    time limit, for which no timer is set: the time is compared with the clock."""
     is_late = time.monotonic() > _deadline
     return max(_received, default=int(signal.SIGALRM) if is_late else 0)
 
@@ -130,8 +130,8 @@ def end_if_orphaned() -> None:
 
 
 def _leave_to_thread(number: int, frame) -> None:
-    """Handle SIGINT in the main thread: the other thread ends the process, even if it comes to
-    look when the main thread has set another handler."""
+    """Handle SIGINT in the main thread. The other thread ends the process. It reads this flag, as
+    the handler may have changed before it looks."""
     _left_to_thread.set()
 
 
@@ -164,7 +164,8 @@ _is_child, _parent = False, 0
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _script = os.path.realpath(sys.argv[0])
 if os.path.dirname(_script) == _root and os.path.isfile(_script):  # that of `python -c` is none
-    _is_child = "multiprocessing.spawn" in sys.modules  # one of our scripts has started this one
+    # This file is imported first, so it was Python that imported this, to start a child of ours.
+    _is_child = "multiprocessing.spawn" in sys.modules
     if _is_child or "TORCHELASTIC_RUN_ID" in os.environ:  # else this run may outlive its shell
         _parent = os.getppid()
     _reader, _writer = os.pipe()

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-READERS = [Tensor.tolist]  # the last one reads; the first one asks the device
+from plumbing.messages import UserError
+
+READERS = [Tensor.tolist]  # the first one asks the device; the last one is that of the context
 
 
 def read_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Return counts [m, n], of which each row adds up to `total`; of a fake tensor, without
-    contents, rows of equal ones."""
+    """Return counts [m, n] as lists. A fake tensor has no contents: its rows are lists of equal
+    counts, which add up to `total`."""
     m, n = counts.shape
     if isinstance(counts, FakeTensor):
         return m * [[(total + i) // n for i in range(n)]]
@@ -24,16 +26,21 @@ def read_counts(counts: Tensor, total: int) -> list[list[int]]:
 
 def keeping_reads(contexts: Callable) -> tuple:
     """Return the two contexts that `contexts` makes, of a forward and of its recomputation. Within
-    the second, read_counts returns what it has returned within the first, in the same order."""
+    the second, read_counts returns what it has returned within the first, in the same order. Raises
+    UserError if it is called more often there."""
     forward, again = contexts()
     kept = []
-    in_order = iter(kept)
 
-    def read(counts: Tensor) -> list:
+    def read(counts):
         kept.append(READERS[0](counts))
         return kept[-1]
 
-    return reading_by(read, forward), reading_by(lambda counts: next(in_order), again)
+    def read_again(counts):
+        if not kept:
+            raise UserError("a layer reads more numbers in a recomputation than in its forward")
+        return kept.pop(0)
+
+    return reading_by(read, forward), reading_by(read_again, again)
 
 
 @contextmanager

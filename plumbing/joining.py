@@ -41,12 +41,13 @@ def init_distributed() -> Process:
         watcher.start()
         atexit.register(stop_watching, watcher)
         signal.signal(signal.SIGTERM, exit_late)
-    ranks = [None] * size  # all ranks are to build the same mesh
+    ranks = [None] * size  # of all, since they are to build the same mesh
     dist.all_gather_object(ranks, (processes_on_this_node(), device.type))
     per_node, devices = zip(*ranks)
     if len(set(devices)) > 1:
         without = devices.index("cpu")
         raise UserError(f"rank {without} finds no GPU, and others do: see nvidia-smi on its node")
+    # Nodes may have different numbers of ranks: a "node" of the mesh is what divides all of them.
     return Process(rank, size, local_rank, math.gcd(*per_node), device)
 
 

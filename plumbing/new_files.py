@@ -36,7 +36,7 @@ def hidden_until_complete(target: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a complete new one: a crash leaves either the old or the new file."""
+    """Replace a file by a complete new one: a process that is killed leaves the old or the new."""
     with hidden_until_complete(path) as hidden:
         hidden.write_text(text, "utf-8")
 

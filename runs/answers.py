@@ -1,12 +1,14 @@
 """Prompts that a model answers, and its answers as rows to train on: rewards.py, distill.py."""
 
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +30,28 @@ from text.tokenizer import Tokenizer
 EXPECTED = '{"prompt": "..."}'  # a line of the data
 
 
-def open_prompts(run, tokenizer: Tokenizer, reading: Reading) -> tuple[Rows, Rows, list, str]:
-    """Return prompts to train on, which have a row for each answer of a group, prompts to evaluate
-    on, no examples, and a line of counts. If a hash holds out none of a few prompts, the evaluation
-    is on those of training."""
+class Prompts:
+    """Prompts in place of a data set of rows: there is a row for each answer, once it is drawn."""
+
+    document_mask = False
+
+    def __init__(self, prompts: list, group: int = 1):
+        """`prompts` are (ids, record) each, `group` is the number of answers to a prompt."""
+        self.prompts = prompts
+        self.sources = [(len(prompts) * group, 1)]
+
+    def __len__(self) -> int:
+        """Return the number of answers to all prompts."""
+        return self.sources[0][0]
+
+    def checksum(self) -> int:
+        return zlib.crc32(np.concatenate([ids for ids, _ in self.prompts]))
+
+
+def open_prompts(run, tokenizer: Tokenizer, reading: Reading) -> tuple[Prompts, Prompts, list, str]:
+    """Return what open_samples (text/chat.py) does: prompts to train on, which stand for a group of
+    answers each, prompts to evaluate on, no examples, and a line of counts. If a hash holds out
+    none of a few prompts, the evaluation is on those of training."""
     read = partial(read_prompts, run, tokenizer, reading)
     train, val = read(run.data)
     if run.val_data:
@@ -43,7 +63,7 @@ def open_prompts(run, tokenizer: Tokenizer, reading: Reading) -> tuple[Rows, Row
             )
     val = val or train
     summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Rows(train, tokenizer, run.group), Rows(val, tokenizer), [], summary
+    return Prompts(train, run.group), Prompts(val), [], summary
 
 
 def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -> tuple[list, list]:
@@ -65,17 +85,17 @@ def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -
 
 
 def prompts_of_step(task: Task, numbers: Sequence[int]) -> list:
-    """Return the prompts that a step's answers are to, given the numbers of these, counted from the
-    first answer of the run as sequences are. Answers of a group follow each other. All prompts are
-    asked once, in an order by the seed, before any is asked again."""
-    prompts, run = task.job.train_set.samples, task.run
+    """Return the prompts that a step's answers are to. `numbers` are the answers' numbers: the
+    first one of the run has 0. Answers of a group follow each other. All prompts are asked once, in
+    an order by the seed, before any is asked again."""
+    prompts, run = task.job.train_set.prompts, task.run
     return [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
 
 
 def prompts_of_evaluation(task: Task) -> tuple[list, Sequence[int], int]:
     """Return the held-out prompts, repeated so that ranks can share them evenly; the numbers of the
     answers; and how many of them count."""
-    prompts = task.job.val_set.samples
+    prompts = task.job.val_set.prompts
     limit = min(task.run.eval_windows, len(prompts))
     padded = task.world.parallel.padded(limit)
     asked = [prompts[i % limit] for i in range(padded)]
@@ -92,18 +112,19 @@ def check_can_sample(task: Task) -> None:
         raise UserError("products in 8 bits would differ in sampling: leave them out")
 
 
-class Record:
+class Trace:
     """What a model computes of the tokens that it draws: log p, without temperature, top_k and
     top_p; and what layers that keep their choices (techniques/technique.py) choose for tokens of
-    prompts and answers. It is written in place, as a GPU repeats steps (techniques/cuda_graph.py).
-    What stands after the end of an answer means nothing."""
+    prompts and answers. techniques/decoding.py calls read, computed and drawn, which write in
+    place, as a GPU repeats steps. What stands after the end of an answer means nothing."""
 
     def __init__(self, model: Llama, steps: int, rows: int):
         device = next(model.parameters()).device
         self.layers = layers_that_choose(model)
         self.log_p = torch.zeros(steps, rows, dtype=widest_float(device), device=device)
         self.of_prompts = []  # choices for pieces of distinct prompts [distinct, T, layers, K]
-        self.choices: Tensor | None = None  # at i: for answers' tokens i - 1 [steps, B, layers, K]
+        # choices[i] are those for token i - 1 of each answer, which is read to draw token i.
+        self.choices: Tensor | None = None  # [steps, B, layers, K]
 
     def read(self, piece: Tensor) -> None:
         """Note the choices for a piece of the prompts [distinct, T]."""
@@ -152,7 +173,7 @@ class Sampled(NamedTuple):
 
     answers: list[list[int]]
     log_p: Tensor  # of the tokens of answers [B, tokens]
-    choices: list[Tensor]  # as Record.choices_of returns them
+    choices: list[Tensor]  # as Trace.choices_of returns them
 
 
 def sample(
@@ -167,14 +188,14 @@ def sample(
     top_p, from the distribution that is trained; `numbers` seed them."""
     replay(model, None)
     parallel = world.parallel
-    record = Record(model, run.max_new_tokens, len(prompts))
+    trace = Trace(model, run.max_new_tokens, len(prompts))
     in_training = model.training
     model.eval()
-    # Compiled blocks would cast their weights for every token, where autocast casts them once.
+    # With a compute_dtype autocast casts the weights, once. Compiled blocks would for every token.
     compiled = parallel.compile and not model.compute_dtype
     stance = "default" if compiled else "force_eager"
-    # Ranks need not run forward equally often, as only the first all-gathers weights; unless each
-    # forward sends tokens to other ranks.
+    # Only the first forward communicates, since it all-gathers weights: ranks may then stop at
+    # different times. Where each forward sends tokens to other ranks, all run equally often.
     over_ranks = partial(largest_over_ranks, world) if parallel.forwards_meet else int
     with weights_gathered(model, parallel), torch.compiler.set_stance(stance):
         answers = generate(
@@ -184,12 +205,12 @@ def sample(
             stop=stop,
             seed=run.seed,
             numbers=numbers,
-            record=record,
+            trace=trace,
             compiled=compiled,
             over_ranks=over_ranks,
         )
     model.train(in_training)
-    return Sampled(answers, record.log_p.T, record.choices_of(prompts, answers))
+    return Sampled(answers, trace.log_p.T, trace.choices_of(prompts, answers))
 
 
 def largest_over_ranks(world: World, number: int) -> int:

@@ -1,6 +1,6 @@
-"""Warn of what a change of model.py may have missed and training would not show, and refuse
-attention within documents that differs from its mask. What initial values and layers are told of is
-in runs/unseen.py."""
+"""Warn of faults of a changed model.py that training would not show, and refuse attention within
+documents that differs from its mask. Notes on initial values and on layers are in runs/unseen.py.
+"""
 
 from dataclasses import replace
 
@@ -106,8 +106,8 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
 
 
 def prediction_note(config: LlamaConfig) -> str:
-    """Return a note that memory and communication are predicted for a published model, if this one
-    is of a student's file, or its code was changed."""
+    """Return a note that predictions of memory and bytes may be wrong, if the model is one of a
+    student's file, or its code was changed."""
     family = family_of(config)
     if family.published and computes(family.published.logits, family):
         return ""

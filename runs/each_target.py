@@ -18,8 +18,8 @@ def cross_entropies(
 ) -> Tensor:
     """Return -log p of each target, 0 for IGNORE, in float32 or float64: [B, T].
 
-    A task whose loss is another function of log p makes it of these. So the gradients of a chunk
-    are unknown before backward, which computes the logits of each chunk again."""
+    A task computes its loss from these. So gradients are not known in forward, as they are for the
+    model's own loss (techniques/chunked_loss.py): backward computes each chunk's logits again."""
 
     def losses_of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         losses = vocabulary.cross_entropy(wide_logits(hidden, weight), targets)

@@ -172,7 +172,7 @@ def compare_steps(
     found = take_step(model, runner, own, world, accumulate, update)
     errors = []
     for key, tensor in expected.items():
-        mine = found.get(key, tensor)  # another stage of the pipeline may have it
+        mine = found.get(key, tensor)  # missing: another stage of the pipeline compares it
         part = own_part(tensor, mine, world)
         errors.append(relative_difference(mine, part) if part.shape == mine.shape else torch.inf)
     worst = world.all_gather_scalars(errors).max(0).values.tolist()  # of all ranks; NaN, if any is
@@ -214,7 +214,7 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
             raise
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
     rows, layers = 1, min(config.n_layers, 4)
-    cases = [(layers, 769, False)]  # more tokens than a chunk of the loss has, or a window here
+    cases = [(layers, 769, False)]  # longer than a chunk of the loss, and than a small window
     if pp > 1:  # stages begin where those of the run do, and many microbatches would take seconds
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
@@ -298,8 +298,9 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
         error, slope = slope_error(model, batch, parameters, 1e-6)
         if error <= 1e-5 * slope + 1e-11:
             continue
-        # Where slopes cancel, or a token changes its expert, the error is not the gradient's: with
-        # a tenth of the step it falls a thousandfold, and that of a wrong gradient tenfold.
+        # Where slopes cancel, or a token changes its expert, the error is not the gradient's: it is
+        # cubic in the step, so a tenth of that leaves a thousandth of it; of a wrong gradient's
+        # error a tenth.
         smaller_error, _ = slope_error(model, batch, parameters, 1e-7)
         if not smaller_error <= 0.03 * error:
             raise UserError(
@@ -311,8 +312,8 @@ def check_gradients(config: LlamaConfig, device: torch.device, one_by_one: bool 
 def slope_error(
     model: Llama, batch: Batch, parameters: list[nn.Parameter], size: float
 ) -> tuple[float, float]:
-    """Return by how much the losses after a step of `size` forward and after one back differ from
-    what gradients predict; and the sum of what the gradient of each parameter predicts.
+    """Return |loss(x + s) - loss(x - s) - 2 s gradient| for a step s of `size` from the parameters
+    x; and the sum of |s gradient| over parameters.
 
     Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints would
     recompute with another."""

@@ -181,10 +181,10 @@ def as_line(columns: list[tuple[str, int]], width: float) -> str:
     kept = [column for column in columns if column[0]]
     while True:
         line = "  ".join(text for text, _ in kept)
-        least = max(reversed(kept), key=lambda column: column[1])
-        if len(line) <= width or least[1] == 0:
+        first_to_go = max(reversed(kept), key=lambda column: column[1])
+        if len(line) <= width or first_to_go[1] == 0:
             return line
-        kept.remove(least)
+        kept.remove(first_to_go)
 
 
 def described(measures: dict[str, float], digits: int) -> list[str]:
@@ -333,20 +333,20 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
         if before.get(digest, "") not in ("", now.get(digest)):
             problem = f"{now[flag]} has other weights than the --{flag} that the run began with"
             raise UserError(f"{problem}: give the first ones, or begin another run")
-    same_experiment = may_change | {"data_checksum", "reward_digest", "token_offset"}
-    if now["keep_best"]:  # it compares losses before and now
-        same_experiment -= {"val_data", "eval_windows"}
+    may_differ = may_change | {"data_checksum", "reward_digest", "token_offset"}
+    if now["keep_best"]:  # which compares losses of before and now
+        may_differ -= {"val_data", "eval_windows"}
     both = before.keys() & now.keys()
     changed = {name for name in both if str(before[name]) != str(now[name])}
     warnings = [
         f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
-        for name in sorted(changed - same_experiment)
+        for name in sorted(changed - may_differ)
     ]
     if "data_checksum" in changed:
         change = "no longer gives the sequences that the run began with: further steps see others"
         warnings.append(f"--data {' '.join(now['data'])} {change}")
     elif changed & {"data", "seed", "seq_len"}:
-        warnings.append("sequences have another order now: this epoch may read some of them again")
+        warnings.append("sequences may have another order now: this epoch may read some again")
     if "reward_digest" in changed:
         warnings.append(f"--reward {now['reward']} has changed: answers get its new rewards")
     for warning in warnings:

@@ -31,13 +31,14 @@ from itertools import cycle
 from pathlib import Path
 from typing import TextIO
 
+# As in plumbing/endings.py, which is not imported here.
 SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
 class RewardProcesses:
     """The processes in which a file with a function `reward` or `rewards` runs.
 
-    problem: what the file did instead of defining one of them, or "" """
+    problem: why they cannot be used, or "": "raised ..." if the file did, for example"""
 
     def __init__(self, path: Path, n: int = 1):
         """Start n processes, each of which runs the file."""
@@ -91,7 +92,7 @@ class RewardProcess:
         self.requests.put(json.dumps(given))
 
     def reply(self, gives_up: Callable = lambda: False) -> dict:
-        """Wait for the next reply. If the process has ended, it has `ended`, too."""
+        """Wait for the next reply, which has `ended`, too, if the process has."""
         line = None
         while line is None:
             with contextlib.suppress(queue.Empty):
@@ -147,8 +148,9 @@ def serve(path: str, requests: int, replies: int) -> None:
         try:
             functions = runpy.run_path(path)
             takes_all = "rewards" in functions
-            call = functions["rewards"] if takes_all else functions["reward"]
-            reply(takes_all=takes_all)
+            call = functions.get("rewards" if takes_all else "reward")
+            found = {"takes_all": takes_all} if call else {"failed": "has no function reward"}
+            reply(**found)
             while line := received.get():  # "" once the training has ended
                 given = json.loads(line)
                 n = len(given["answers"]) if takes_all else 1
@@ -166,9 +168,9 @@ def serve(path: str, requests: int, replies: int) -> None:
 
 
 def leave_guard(requests: int, replies: int) -> None:
-    """Leave a process that ends this one, and those that the reward has started, once the training
-    has ended and no request can follow. A thread could not: a regular expression keeps the GIL. It
-    is a fork of a fork, and so no child that a reward may wait for."""
+    """Fork a guard: a process that ends this one, and those that the reward has started, once the
+    training has ended and has closed its end of the pipe. A thread could not: a regular expression
+    keeps the GIL. A reward may wait for its children: so the guard is a grandchild."""
     if child := os.fork():
         os.waitpid(child, 0)
         return
@@ -176,7 +178,7 @@ def leave_guard(requests: int, replies: int) -> None:
         os._exit(0)
     os.close(replies)
     closed = select.poll()
-    closed.register(requests, 0)  # which tells that all writers have closed it, and no more
+    closed.register(requests, 0)  # 0: tell of the writers' end alone, and of no requests
     closed.poll()
     end()
 

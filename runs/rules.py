@@ -27,7 +27,9 @@ def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
 
     `initial` is what read_config returned for --init, None without it."""
     found = initial and initial["model"]
-    wanted = find_preset(run.model or "tiny") if run.model or not found else found
+    wanted = found
+    if run.model or not found:
+        wanted = find_preset(run.model or "tiny")
     given = {name: value for name, value in vars(run.sizes).items() if value is not None}
     if given.keys() & {"dim", "n_heads"}:
         given["head_dim"] = 0  # follows them
@@ -36,7 +38,7 @@ def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
     try:
         wanted = replace(wanted, **given)
     except ValueError as error:
-        raise UserError(str(error))
+        raise UserError(error)
     if found and wanted != found:
         differences = describe_differences(found, wanted)
         raise UserError(f"{run.init} has {differences}: leave out --model and its sizes")

@@ -307,5 +307,5 @@ def resume(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -
     checkpoint.resume(steps.checkpoint, job.model, optimizer, job.tokenizer)
     print_rank_zero(f"resumed from {steps.checkpoint}")
     if steps.done >= steps.last:
-        done = f"has done its {steps.last} steps; more --steps continue it"
+        done = f"has done its {steps.last} steps; more --steps or --epochs continue it"
         print_rank_zero(f"{run.directory} {done}")

@@ -48,8 +48,8 @@ class Task:
     work: Work
     sample_text: Callable[[int], str]
     before_step = "data"  # the name that `bench.py step` gives to the time before a step
-    # Why `batches` ended early, equal on all ranks: a line, which train.py raises after it has
-    # saved, or a signal that came meanwhile.
+    # Not given, but set where `batches` ends early, equally on all ranks: a line, which train.py
+    # raises after it has saved, or a signal that came meanwhile.
     problem = ""
     signal = 0
 

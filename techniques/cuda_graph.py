@@ -7,7 +7,7 @@ whole:
     one by one    host  start  start  start  start        repeated    host  start
                   GPU     ▐k     ▐k     ▐k     ▐k                     GPU     ▐k▐k▐k▐k
 
-A graph keeps addresses, shapes and the host's numbers as they were. So whatever changes from step
+A graph keeps addresses, shapes and Python's numbers as they were. So whatever changes from step
 to step must lie in tensors that are written in place, and the host must not wait for any of them.
 
 Use it for many short kernels of the same shapes: generation on one GPU. Avoid it where ranks
@@ -71,7 +71,7 @@ class Waits(TorchDispatchMode):
             self.any |= tensors[0].device.type == self.device.type
         elif name in self.COPIES:
             self.any |= len({tensor.device.type for tensor in tensors}) > 1
-        elif name == "index":  # by booleans, it has to know how many are true
+        elif name == "index":  # by booleans: the host has to know how many are true
             self.any |= any(tensor.dtype == torch.bool for tensor in tensors[1:-1])
         return out
 
@@ -79,6 +79,6 @@ class Waits(TorchDispatchMode):
 def record(step: Callable[[], None]) -> Callable[[], None]:
     """Record a step, without running it. Return a function that runs it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may save
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may save
         step()
     return graph.replay

@@ -52,8 +52,8 @@ def draw(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
-LOOK_AFTER = {"cpu": 1}  # tokens that are drawn before the host looks at them; elsewhere 8
-ROOM = 128  # a cache has a multiple of so many slots, where another size is compiled or recorded
+LOOK_AFTER = {"cpu": 1}  # so many tokens are drawn before the host looks at them; elsewhere 8
+ROOM = 128  # where each size is compiled or recorded anew, caches have a multiple of so many slots
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def stream(
     stop: tuple[int, ...] = (),
     seed: int = 0,
     numbers: Sequence[int] | None = None,
-    record=None,
+    trace=None,
     cache: KVCache | None = None,
     compiled: bool = False,
     over_ranks: Callable[[int], int] = int,
@@ -78,12 +78,12 @@ def stream(
     are left-padded. A prompt that several rows continue is read once. If the model is split over
     ranks, all ranks must call this with the same arguments.
     A row draws by random numbers of its own, a function of the seed and the row's number (by
-    default 0, 1, ...). A `record` is told of what is computed of tokens (runs/answers.py).
+    default 0, 1, ...). A `trace` is told what each step computes (Trace in runs/answers.py).
     A `cache` has the first tokens of a single prompt, which are not read again. If the model's
     blocks are `compiled`, finished rows stay in the batch: each other number of rows would be
     compiled.
-    Where every forward sends tokens to ranks with other prompts, all run it equally often:
-    `over_ranks` returns the largest of a number over these ranks; by default it is this one's own.
+    Under --ep every forward exchanges tokens with ranks that have other prompts, so that all must
+    run it equally often: `over_ranks(n)` returns the largest n of these ranks; by default its own.
     """
     device = next(model.parameters()).device
     uniform = torch.empty(max_new_tokens, len(prompts), dtype=widest_float(device))  # on the CPU
@@ -97,7 +97,7 @@ def stream(
         size = math.ceil(size / ROOM) * ROOM
     cache = cache or KVCache()
     cache.make_room(size)
-    batch = Continuation(model, cache, choose, uniform, record)
+    batch = Continuation(model, cache, choose, uniform, trace)
     batch.read(prompts, length)
     step = batch.repeated_step()
     drawn = 1  # tokens of each row, the first of them by `read`
@@ -113,7 +113,7 @@ def stream(
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
         if not to_draw or not over_ranks(n_running):
             return
-        if 0 < n_running <= 0.75 * len(batch.left) and not compiled:
+        if 0 < n_running <= 0.75 * len(batch.remaining) and not compiled:
             batch.keep(is_running)
             step = batch.repeated_step()
         for _ in range(to_draw):
@@ -129,33 +129,33 @@ class Continuation:
     can repeat a step (techniques/cuda_graph.py), and the host waits for no token before it starts
     the next step: it looks at several at once, and drops those after a row's end."""
 
-    def __init__(self, model, cache: KVCache, choose: Callable, uniform: Tensor, record):
+    def __init__(self, model, cache: KVCache, choose: Callable, uniform: Tensor, trace):
         device = uniform.device
         self.model = model
         self.cache = cache
         self.choose = choose  # a token for each row, given logits [rows, V] and numbers [rows]
         self.uniform = uniform  # [steps, B]
-        self.left = torch.arange(uniform.shape[1], device=device)  # rows of the batch
+        self.remaining = torch.arange(uniform.shape[1], device=device)  # numbers of rows
         self.count = torch.zeros(1, dtype=torch.int64, device=device)  # of steps taken
         self.tokens = torch.zeros_like(uniform, dtype=torch.int64)  # [steps, B], drawn
         self.are_finite = torch.tensor(True, device=device)  # all logits so far
-        self.record = record
+        self.trace = trace
 
     def read(self, prompts: list[list[int]], length: int) -> None:
         """Read prompts, each distinct one once, and draw the first token of every row. All are
         padded to `length`."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        tokens, positions = left_padded(distinct, length, self.left.device)
+        tokens, positions = left_padded(distinct, length, self.remaining.device)
         unread = slice(self.cache.seen, None)  # in a conversation the cache has a beginning
         pieces = tokens[:, unread].split(AT_A_TIME, 1)
-        places = positions[:, unread].split(AT_A_TIME, 1)
+        their_positions = positions[:, unread].split(AT_A_TIME, 1)
         with torch.compiler.set_stance("force_eager"):  # prompts have all lengths
-            for piece, at in zip(pieces, places):
+            for piece, at in zip(pieces, their_positions):
                 logits = self.model(piece, positions=at, cache=self.cache)
-                if self.record:
-                    self.record.read(piece)
+                if self.trace:
+                    self.trace.read(piece)
         prompt_of = [distinct.index(tuple(prompt)) for prompt in prompts]
-        prompt_of = torch.tensor(prompt_of, device=self.left.device)
+        prompt_of = torch.tensor(prompt_of, device=self.remaining.device)
         if len(distinct) < len(prompts):
             self.cache.take(prompt_of)
         self.positions = positions[prompt_of, -1:]  # [rows, 1]
@@ -166,13 +166,13 @@ class Continuation:
         """Compute the logits of every row's newest token, and draw the next one."""
         self.positions += 1
         logits = self.model(self.newest, positions=self.positions, cache=self.cache)
-        if self.record:
-            self.record.computed((self.count, self.left))
+        if self.trace:
+            self.trace.computed((self.count, self.remaining))
         self.draw(logits)
 
     def repeated_step(self) -> Callable[[], None]:
         """Return `step` or, on a GPU, what repeats it for the rows that are left now."""
-        device = self.left.device
+        device = self.remaining.device
         if device.type != "cuda":
             return self.step
         from techniques.cuda_graph import Repeated  # here: no other device has graphs
@@ -180,13 +180,13 @@ class Continuation:
         return Repeated(self.step, device)
 
     def draw(self, logits: Tensor) -> None:
-        """Draw a token of each row that is left, from logits [rows, 1, V]."""
+        """Draw a token of each remaining row, from logits [rows, 1, V]."""
         logits = logits[:, -1].to(self.uniform.device)
-        place = self.count, self.left
-        tokens = self.choose(logits, uniform=self.uniform[place])  # [rows]
-        self.tokens[place] = tokens
-        if self.record:
-            self.record.drawn(place, logits, tokens)
+        drawn_now = self.count, self.remaining
+        tokens = self.choose(logits, uniform=self.uniform[drawn_now])  # [rows]
+        self.tokens[drawn_now] = tokens
+        if self.trace:
+            self.trace.drawn(drawn_now, logits, tokens)
         self.are_finite &= logits.amax(1).isfinite().all()
         self.newest.copy_(tokens[:, None])
         self.count += 1
@@ -200,12 +200,12 @@ class Continuation:
 
     def keep(self, is_running: list[bool]) -> None:
         """Compute those rows alone that are still running."""
-        are_left = torch.tensor(is_running, device=self.left.device)[self.left]
-        places = are_left.nonzero().squeeze(1)
-        self.cache.take(places)
-        self.left = self.left[places]
-        self.positions = self.positions[places]
-        self.newest = self.newest[places]
+        goes_on = torch.tensor(is_running, device=self.remaining.device)[self.remaining]
+        kept = goes_on.nonzero().squeeze(1)
+        self.cache.take(kept)
+        self.remaining = self.remaining[kept]
+        self.positions = self.positions[kept]
+        self.newest = self.newest[kept]
 
 
 def left_padded(

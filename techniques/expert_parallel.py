@@ -1,6 +1,6 @@
 """Expert parallelism: each rank holds some of the experts; tokens travel to them and back.
 
-With --ep N, N neighbours along replicate x shard x tp hold one copy of the experts, X / N each.
+With --ep N, N neighbours along replicate x shard x tp hold one copy of the X experts, X / N each.
 Their tokens differ, as before, and whatever is no expert is split as before, too:
 
     8 ranks, --ep 4, X = 8           experts       shares gradients of experts with
@@ -12,16 +12,16 @@ Their tokens differ, as before, and whatever is no expert is split as before, to
 In each block a rank (1) tells the others how many rows it has for each of their experts, (2) sends
 the rows, (3) sorts by expert those that arrive, and computes them, (4) sends the results back. All
 are all-to-alls, and backward sends gradients the same ways. An expert has then seen the tokens of N
-ranks. So its gradient is summed over those n / N of n ranks alone that hold the same experts, and
-over these ranks FSDP shards what a rank has of the experts.
+ranks. So its gradient is summed over those ranks alone that hold the same experts, every N-th one,
+and over these ranks FSDP shards what a rank has of the experts.
 
 Communication over ep, a microbatch and block: 4 all-to-alls of rows (2 in forward, 2 in backward)
-and one of X counts. The payloads of the N ranks add up to 4 N (tokens of a rank) K D w bytes
+and one of X counts. The payloads of the N ranks add up to 4 N (tokens of a rank) K D elements
 whatever the routing; that of one rank depends on it, and a step is as slow as the rank that gets
-most. FSDP of experts would all-gather 3 X D F w bytes twice in a microbatch: even without its
+most. FSDP of experts would all-gather 3 X D F elements twice in a microbatch: even without its
 reduce-scatter, once a step, --ep sends less while (tokens of a rank) K < 1.5 X F.
-Use with many experts and few tokens, or when experts outnumber what a rank can gather. Avoid across
-a slow link, and where FSDP hides its all-gathers behind computation.
+Use with many experts and few tokens, or when the experts of a block do not fit in a rank's memory.
+Avoid across a slow link, and where FSDP hides its all-gathers behind computation.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def exchange(forward, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) ->
     rows [n, D] sorted by expert, and so by rank; counts [X] rows of each -> [n, D] in that order.
     `forward` computes rows by this rank's experts. In labs/experts you write it."""
     ranks = group.size()
-    arriving = counts.clone()  # which stays if `bench.py step` silences the group
+    arriving = counts.clone()  # likely values, for `bench.py step` may silence the group
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, -1)  # [N, X/N] rows from each rank, for each expert here
     # The host has to know sizes before it can send: here it waits for all that a GPU has to do,
@@ -90,7 +90,7 @@ def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     groups |= {dim: mesh.get_group(dim) for dim in dims[1:3]}
-    # A new group, as the mesh may have that of all ranks for it.
+    # A new group: that of the mesh may be the one of all ranks, which has other messages.
     groups["ep"], _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(0, 2).tolist())
     return mesh
 
@@ -100,10 +100,10 @@ def spread_experts(model: Llama, world) -> None:
     mesh = world.expert_mesh["ep"]
     parallel = world.parallel
 
-    def own(weight: Tensor) -> Tensor:
-        """Return this rank's part. Gradients are averages over the n = replicate x shard ranks with
-        different tokens. FSDP divides that of an expert by n tp / N, the ranks that hold it: times
-        tp / N it is divided by n, too."""
+    def local_part(weight: Tensor) -> Tensor:
+        """Return this rank's part. Gradients are divided by replicate x shard. FSDP divides that of
+        an expert by the number of ranks that hold it, replicate x shard x tp / ep: so it is
+        multiplied by tp / ep."""
         part = to_local(weight)
         if part.requires_grad:
             part.register_hook(lambda gradient: gradient * parallel.tp / parallel.ep)
@@ -113,13 +113,14 @@ def spread_experts(model: Llama, world) -> None:
         if isinstance(module, Experts):
             for layer in (module.w1, module.w2, module.w3):
                 shard_parameters(layer, mesh, 0)
-                layer.own = own
+                layer.local_part = local_part
             module.forward = partial(exchange, module.forward, world.own_groups["ep"])
 
 
 class OfMixture(ParallelStyle):
     """Replicate a router (weight_dim None): each rank has the gradient of its tokens, which FSDP
-    sums over tp, as that of a norm. Leave experts (0) to spread_experts: tp is a part of ep."""
+    sums over tp, as that of a norm. Experts (weight_dim 0) are left as they are: spread_experts
+    shards them over ep, which contains tp."""
 
     only_for = Router, GroupedLinear
 
@@ -129,7 +130,7 @@ class OfMixture(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.weight_dim is None:
             shard_parameters(module, mesh, None)
-            module.own = local_operand
+            module.local_part = local_operand
         return module
 
 
@@ -155,9 +156,9 @@ def refuses(work) -> str:
     if n % ep:
         return f"--ep {ep} must divide the {n} experts of the model"
     ranks = parallel.shard * tp
-    all_ranks = parallel.replicate * ranks
-    if all_ranks % ep or (ranks % ep and ep % ranks):
-        return f"--ep {ep} must divide the {ranks} ranks along shard x tp, or all {all_ranks}"
+    every = parallel.replicate * ranks
+    if every % ep or (ranks % ep and ep % ranks):
+        return f"--ep {ep} must divide {ranks} (shard x tp), or be a multiple that divides {every}"
     return ""
 
 

@@ -3,17 +3,16 @@ arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088).
 
 A router scores the experts for each token. The K experts with the highest scores compute the token,
 and their outputs are summed, weighted by the softmax of these K scores. So a token is multiplied by
-3 K D F weights of the 3 X D F that a block has. Rows are sorted by expert (mixture.py), so
-that those of an expert are multiplied at once.
+3 K D F of the 3 X D F weights of all experts. Rows are sorted by expert (mixture.py), so that those
+of an expert are multiplied at once.
 
 Balance. If most tokens choose the same experts, the others learn little, and under expert
 parallelism their ranks wait. So each expert has a bias, which counts in the choice but not in the
 weights, and falls while the expert gets more than its share (Wang et al. 2024, arXiv:2408.15664).
-The loss has no slope in it; in place of a gradient, backward gives it the excess of tokens. That is
-a sum over tokens, as gradients are: over microbatches and ranks it is that of the whole batch, in
-whole numbers, and AdamW, whose step is nearly the sign, does what the paper does. Counted are the
-tokens that the loss depends on, which have a gradient: so padding is none. A hook after the
-optimizer's step would have to sum counts over ranks, and to leave out what is recomputed. The usual
+The loss does not depend on the bias. In place of a gradient, backward gives it the excess of its
+expert's tokens, which adds up over microbatches and ranks as gradients do. AdamW's step is nearly
+the sign of that, which is the rule of the paper. Only tokens with a gradient are counted, so no
+padding. A hook after the optimizer's step would have to sum counts over ranks itself. The usual
 auxiliary loss, X sum_x f_x p_x of an expert's share f of the tokens and its mean probability p, is
 a product of two means, to which those of two halves of a batch do not add up.
 
@@ -29,21 +28,22 @@ from model import swiglu
 from plumbing.host_reads import read_counts
 
 
-def as_it_is(parameter: Tensor | None) -> Tensor | None:
-    """Return what a layer computes with. expert_parallel.py puts another function in its place."""
+def whole(parameter: Tensor | None) -> Tensor | None:
+    """Return a whole parameter, on one process. expert_parallel.py replaces this function by one
+    that returns this rank's part."""
     return parameter
 
 
 class Router(nn.Linear):
-    """Choose the experts of each token, and the weights of their outputs. The softmax of the K
-    highest scores is also a softmax of all, with the K largest divided by their sum."""
+    """Choose the experts of each token, and the weights of their outputs. A softmax of the K chosen
+    scores is that of all X, divided by the sum of the K."""
 
     no_slope = ("bias",)  # parameters whose gradient is not the slope of the loss
 
     def __init__(self, config):
         super().__init__(config.dim, config.n_experts, bias=config.balance == "bias")
         self.top_k = config.top_k
-        self.own = as_it_is
+        self.local_part = whole
         self.keeps_choices = False
         self.chosen: Tensor | None = None  # of the last forward, if it keeps them: experts [N, K]
         self.given: Tensor | None = None  # experts [N, K] to take, whatever the scores
@@ -53,8 +53,8 @@ class Router(nn.Linear):
 
     def forward(self, x):
         """x [N, D] -> experts [N, K] of each token, weights [N, K], tokens of each expert [X]"""
-        weight = self.own(self.weight)
-        bias = self.own(self.bias)
+        weight = self.local_part(self.weight)
+        bias = self.local_part(self.bias)
         # In float32 at least: in bfloat16 scores tie, and another kernel would choose others.
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -87,7 +87,7 @@ def tokens_of_each(experts: Tensor, n_experts: int) -> Tensor:
     return (experts.view(-1, 1) == numbers).sum(0)
 
 
-EXCESS_SCALE = 2.0**-10  # any would do, as AdamW divides by it: old checkpoints have moments of it
+EXCESS_SCALE = 2.0**-10  # any would do, since AdamW divides by it; old checkpoints have this one
 
 
 class ExcessAsGradient(torch.autograd.Function):
@@ -121,11 +121,11 @@ class GroupedLinear(nn.Module):
         self.used = used  # a token uses so many of the matrices
         # One kernel multiplies the rows of all experts, if rows have whole parts of 16 bytes.
         self.has_kernel = in_features % 8 == out_features % 8 == 0
-        self.own = as_it_is
+        self.local_part = whole
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
     def forward(self, x, counts):
-        weight = self.own(self.weight)
+        weight = self.local_part(self.weight)
         if x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
         if x.is_cuda and x.dtype == torch.bfloat16 and self.has_kernel:
@@ -136,7 +136,7 @@ class GroupedLinear(nn.Module):
 
 @torch.compiler.disable  # its shapes change with every batch, and each would be compiled anew
 def products_of_each(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    # An expert without rows multiplies none of them, so that all of `weight` has a gradient. In
+    # An expert without rows is multiplied, too, so that all of `weight` has a gradient. In
     # backward, weight[i] would write zeros for all experts, for each i; unbind does not.
     (sizes,) = read_counts(counts[None], total=len(x))
     parts = zip(x.split(sizes), weight.unbind())

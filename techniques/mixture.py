@@ -24,9 +24,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x):
         tokens = x.flatten(0, 1)  # [N, D]
         experts, weights, counts = self.router(tokens)  # [N, K], [N, K], [X]
-        order = experts.flatten().argsort(stable=True)  # [N K]: the place of row i before sorting
-        back = order.argsort()  # and the other way
+        order = experts.flatten().argsort(stable=True)  # [N K]: sorted row i was row order[i]
+        back = order.argsort()  # row i becomes sorted row back[i]
         rows = Reordered.apply(tokens, order, back, experts.shape[1])  # [N K, D]
-        out = Reordered.apply(self.experts(rows, counts), back, order, 1)  # as the tokens stand
+        out = Reordered.apply(self.experts(rows, counts), back, order, 1)  # by token
         out = out.unflatten(0, experts.shape)  # [N, K, D]
         return (weights[..., None] * out).sum(1).type_as(x).view_as(x)

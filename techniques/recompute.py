@@ -5,10 +5,11 @@
     products   4 D + 2 KV E + 2 F: the block's input, attention's        none
                output, and the output of each linear layer but w2
     selective  3 D + KV E + F: the same without wq, wv and w1            wq wv w1
-    full       D: the block's input; compiled, also attention's output   all but w2
+    full       D: the block's input; with --compile attention's output   all but w2
 
-Letters as in model.py. Uncompiled, `none` also saves silu(gate), F elements, and on a CPU the
-normalized x of both norms, 2 D elements. Uncompiled, `full` also computes attention twice.
+Letters as in model.py, for H E = D and without experts. Uncompiled, `none` also saves silu(gate), F
+elements, and on a CPU the normalized x of both norms, 2 D elements. Without --compile, `full` also
+computes attention twice.
 
 Under FSDP recomputation sends nothing more, since backward all-gathers the weights anyway. Under
 tensor parallelism it repeats the 2 L all-gathers of forward and, with full in uncompiled blocks, L
@@ -74,8 +75,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
                 for layer in saved_layers(module, all_products=checkpointing == "products"):
                     mark_products(layer)
         if checkpointing != "none":
-            # Compiled, "full" has a policy, too, which saves attention's output. Else the compiler
-            # would save a random state in its place, and compute attention again.
+            # With --compile, "full" has a policy, too, which saves attention's output. Else the
+            # compiler would save a random state in its place, and compute attention again.
             selective = compile or checkpointing != "full"
             block.forward = recompute(block.forward, selective, is_compiled)
         if is_compiled:

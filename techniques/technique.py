@@ -49,7 +49,7 @@ What is set on objects of others, by one file for another:
     layer.product     replaced by that of shards, of chunks of the tokens, or of a rank's tokens
     module.all_tokens  more_layers.py: all-gathers features of a rank's tokens
     layer.saves_chunks  recompute.py: whether the layer marks its chunks itself
-    layer.own         expert_parallel.py: what a layer of experts computes with, this rank's part
+    layer.local_part  expert_parallel.py: this rank's part of a parameter of experts
     parameter.has_slope        optimizers.py: whether its gradient is the slope of the loss
     parameter.optimizer_slice  zero1.py: this rank's slice of it, which the optimizer updates
     parameter.copies  pipeline.py: in how many stages it is, for the norm of the gradient

@@ -322,7 +322,7 @@ def test_long_samples_are_truncated_and_counted(tmp_path):
     *_, summary = opened(path, seq_len, train_on_prompt=True)
     assert summary.endswith("; 3 truncated")  # the last one has targets in its prompt
     longest = len(encode([user("say 9"), assistant("9" * 400)], BYTES)[0]) - 1
-    message = f"none of 11 samples fits .* longest takes {longest} .*longer --seq-len"
+    message = f"none of 11 samples has targets .* longest takes {longest} .*longer --seq-len"
     with pytest.raises(UserError, match=message):
         opened(path, prompt - 1)
 

@@ -126,7 +126,7 @@ def header(*values: int) -> bytes:
 
 UNUSABLE = [
     ("a.bin", bytes(2000), "is not a token file"),
-    ("a.bin", header(20240520, 1, 900) + bytes(1000), "says 900 tokens, it holds 500"),
+    ("a.bin", header(20240520, 1, 900) + bytes(1000), "says 900 tokens, and it holds 500"),
     ("a.txt", b"a few words", "too short: --seq-len 64 needs 65 consecutive tokens"),
     ("a.txt", b"some\0thing", "zero byte"),
     ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'line 2: there is no "text" but txt'),

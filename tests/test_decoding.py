@@ -17,7 +17,7 @@ from model import Llama, LlamaConfig
 from parallel import weights_gathered
 from perf.generation import bytes_of_step
 from plumbing.messages import UserError
-from runs.answers import Record
+from runs.answers import Trace
 from techniques import cuda_graph, decoding
 from techniques.cuda_graph import Repeated, Waits
 from techniques.decoding import generate, sample
@@ -188,7 +188,7 @@ def recordings(monkeypatch) -> list[Recording]:
             step()
         return made[-1].replay
 
-    repeated = lambda rows: Repeated(rows.step, rows.left.device)  # noqa: E731
+    repeated = lambda rows: Repeated(rows.step, rows.remaining.device)  # noqa: E731
     monkeypatch.setattr(decoding.Continuation, "repeated_step", repeated)
     monkeypatch.setattr(cuda_graph, "record", record)
     return made
@@ -260,10 +260,9 @@ def greedy():
     ("kv_cache", "self.slots = self.next_slot +", "self.slots = self.next_slot // 2 * 2 +"),
     ("kv_cache", "_mask(positions, self.slots,", "_mask(positions, self.slots - 1,"),
     ("kv_cache", "layer.v = layer.v[rows]", "layer.v = layer.v[rows.flip(0)]"),
-    ("decoding", "self.left = self.left[places]", "self.left = self.left[: len(places)]"),
-    ("decoding", "self.newest = self.newest[places]", "self.newest = self.newest[: len(places)]"),
-    ("decoding", "self.positions = self.positions[places]",
-     "self.positions = self.positions[: len(places)]"),
+    ("decoding", "remaining[kept]", "remaining[: len(kept)]"),
+    ("decoding", "newest[kept]", "newest[: len(kept)]"),
+    ("decoding", "self.positions[kept]", "self.positions[: len(kept)]"),
     ("decoding", "self.draw(logits[prompt_of])", "self.draw(logits[prompt_of.flip(0)])"),
 ])  # fmt: skip
 def test_faults_of_the_cache_and_of_rows_that_leave_are_found(file, old, new, greedy, monkeypatch):
@@ -327,11 +326,11 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
     options = dict(max_new_tokens=21, top_p=0.9, stop=(5, 6, 7, 8, 9))
     expected = generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
-    records = [Record(model, 21, len(PROMPTS)) for _ in range(2)]
-    generate(model, PROMPTS, record=records[0], **options)
+    traces = [Trace(model, 21, len(PROMPTS)) for _ in range(2)]
+    generate(model, PROMPTS, trace=traces[0], **options)
     monkeypatch.setattr(decoding, "LOOK_AFTER", {})
-    assert generate(model, PROMPTS, record=records[1], **options) == expected
-    one, several = (record.log_p for record in records)
+    assert generate(model, PROMPTS, trace=traces[1], **options) == expected
+    one, several = (trace.log_p for trace in traces)
     for row, answer in enumerate(expected):
         length = len(answer)
         torch.testing.assert_close(one[:length, row], several[:length, row], rtol=0, atol=1e-12)
@@ -339,12 +338,12 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
 
 def test_log_p_is_that_of_the_whole_forward():
     model = build(SMALL)
-    record = Record(model, 12, len(PROMPTS))
-    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=(5, 6, 7, 8, 9), record=record)
+    trace = Trace(model, 12, len(PROMPTS))
+    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=(5, 6, 7, 8, 9), trace=trace)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers)):
         logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        found = record.log_p[: len(answer), row]
+        found = trace.log_p[: len(answer), row]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -369,13 +368,13 @@ class Casts(TorchDispatchMode):
 def test_autocast_casts_each_weight_once():
     model = build(SMALL).float()
     model.compute_dtype = torch.bfloat16
-    records = [Record(model, 8, len(PROMPTS)) for _ in range(2)]
+    traces = [Trace(model, 8, len(PROMPTS)) for _ in range(2)]
     with Casts() as for_each_token:
-        expected = generate(model, PROMPTS, 8, record=records[0])
+        expected = generate(model, PROMPTS, 8, trace=traces[0])
     parallel = ParallelConfig(dtype=torch.bfloat16)
     with weights_gathered(model, parallel), Casts() as once:
-        assert generate(model, PROMPTS, 8, record=records[1]) == expected
-    assert torch.equal(records[0].log_p, records[1].log_p)
+        assert generate(model, PROMPTS, 8, trace=traces[1]) == expected
+    assert torch.equal(traces[0].log_p, traces[1].log_p)
     matrices = 7 * SMALL.n_layers + 1
     assert once.number == matrices
     assert for_each_token.number == 8 * matrices

@@ -28,9 +28,10 @@ from lora import LoRA, add_adapters
 from model import IGNORE
 from models.mixtral import MixtralConfig
 from perf.instruments import build_on_meta
+from plumbing.host_reads import read_counts
 from plumbing.messages import UserError
 from techniques.experts import Reordered
-from techniques.recompute import about, recompute_and_compile
+from techniques.recompute import about, recompute, recompute_and_compile
 from text.tokenizer import load_tokenizer
 
 SMALL = MixtralConfig(16, 2, 2, 2, 24, 31)
@@ -182,6 +183,22 @@ def test_adapters_stand_beside_attention_alone():
     model = replace(SMALL, dim=64, head_dim=0).build()
     with pytest.raises(UserError, match="give --base-bits 16"):
         add_adapters(model, LoRA(targets=["wq"]), base_bits=4)
+
+
+def test_a_layer_that_reads_more_in_a_recomputation_is_refused():
+    """As one that chooses anew may: numbers of its forward would be taken for others."""
+    runs = []
+
+    def forward(x):
+        runs.append(x)
+        for _ in runs:
+            read_counts(torch.tensor([[2, 1]]), total=3)
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    out = recompute(forward, selective=False)(x)
+    with pytest.raises(UserError, match="reads more numbers in a recomputation"):
+        out.sum().backward()
 
 
 @torch.no_grad()

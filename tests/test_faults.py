@@ -50,7 +50,7 @@ FAULTS = {
     ],
     "experts": [("for part, matrix in parts]", "for part, matrix in parts if len(part)]")],
     "host_reads": [
-        ("reading_by(lambda counts: next(in_order), again)", "reading_by(READERS[0], again)"),
+        ("reading_by(read_again, again)", "reading_by(READERS[0], again)"),
     ],
     "expert_parallel": [
         ("forward(Reordered.apply(rows, order, back, 1), arriving", "forward(rows, arriving"),

@@ -193,11 +193,20 @@ def test_a_file_that_is_no_model_is_refused(slip, tmp_path):
     refused(launch("train.py", "--model", tmp_path / "mine.py"), problem)
 
 
+def test_a_mended_file_is_loaded(tmp_path):
+    file = tmp_path / "mended.py"
+    file.write_text("x = 1")
+    with pytest.raises(UserError, match="is no model"):
+        find_preset(str(file))
+    file.write_text(GEGLU)
+    assert type(find_preset(str(file))).__module__ == "mended"
+
+
 def test_models_that_are_not_found_are_refused():
     for name, problem in (
-        ("llama9", "no model 'llama9': choose one of tiny, small"),
+        ("llama9", "no preset 'llama9': choose one of tiny, small"),
         ("absent.py", "there is no file absent.py"),
-        (f"{CHANGES}/nope.py:huge", "nope.py:huge': choose one of tiny"),
+        (f"{CHANGES}/nope.py:huge", "no preset 'huge': choose one of tiny"),
     ):
         with pytest.raises(UserError, match=problem):
             find_preset(name)

@@ -1,14 +1,20 @@
 """labs/race.py: an entry and the project in turns, and a verdict with its noise."""
 
+import os
+import signal
 import subprocess
+import threading
+import time
 from argparse import Namespace
 from random import Random
 
 import pytest
-from conftest import CHANGES, changed_copy, succeed
+from conftest import CHANGES, changed_copy, succeed, wait_for_lines
 
 from labs import race
+from labs.machinery.launch import launch
 from labs.race import Result, verdict
+from plumbing.new_files import is_running
 
 TINY = "--steps 3 --warmup 1 --batch 2 --seq-len 16 --dim 16 --ffn-dim 16 --n-layers 1 --n-heads 2"
 
@@ -65,6 +71,26 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "sqrt.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_and_its_ranks(tmp_path):
+    pid = tmp_path / "pid"
+    (tmp_path / "hangs.py").write_text(
+        "import os, time\nprint(os.getpid(), file=open('pid', 'w'), flush=True)\ntime.sleep(600)"
+    )
+
+    def end_this_process():
+        wait_for_lines(pid, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_this_process).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(tmp_path, ["hangs.py"], 1)
+    deadline = time.monotonic() + 60
+    while is_running(int(pid.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_patch_is_applied_within_another_repository(tmp_path):

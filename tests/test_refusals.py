@@ -37,7 +37,7 @@ FIRST = {
 }
 REFUSALS = """
 # ----------------------------------------------------------------------------------- train.py
-1 | train --model gpt5 | no model 'gpt5' ... llama3.1-8b
+1 | train --model gpt5 | no preset 'gpt5' ... llama3.1-8b
 1 | train --microbatch 3 | --batch 8 ... --microbatch 3
 1 | train --keep -1 | --keep ... at least 0
 1 | train --clip nan | --clip ... at least 0
@@ -57,7 +57,7 @@ REFUSALS = """
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
 1 | train --n-experts 8 | --n-experts is of other models: give --model tiny-experts
 1 | train --model small --top-k 2 | --top-k is of other models
-1 | train --model tiny-experts --n-experts 4 --ep 2 | --ep 2 must divide the 1 ranks
+1 | train --model tiny-experts --n-experts 4 --ep 2 | --ep 2 must divide 1 (shard x tp)
 2 | train --model tiny-experts --n-experts 5 --ep 2 | --ep 2 must divide the 5 experts of the model
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp

@@ -169,19 +169,22 @@ def test_a_changed_reward_is_told_on_resume(given, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    "backend, mesh",
     [
-        {},
-        slow(dict(dp="fsdp")),
-        slow(dict(tp=2)),
-        slow(dict(pp=2, schedule="gpipe", microbatch=1)),
+        ("aot_eager_decomp_partition", {}),
+        slow("inductor", {}),
+        slow("inductor", dict(dp="fsdp")),
+        slow("inductor", dict(tp=2)),
+        slow("inductor", dict(pp=2, schedule="gpipe", microbatch=1)),
     ],
 )
-def test_compiled_blocks_sample_what_is_trained(given, tmp_path, mesh):
+def test_compiled_blocks_sample_what_is_trained(given, tmp_path, backend, mesh):
     """Steps of sampling are compiled, too. Evaluations are of other numbers of answers."""
     succeed(*command(given, tmp_path / "eager"))
+    by_backend = f'forward, backend="{backend}", dynamic'
+    within = with_fault(tmp_path / "copy", "recompute", "forward, dynamic", by_backend)
     compiled = command(given, tmp_path / "compiled", compile=True, **mesh)
-    succeed(*compiled, nproc=2 if mesh else 0)
+    succeed(*within, *compiled, nproc=2 if mesh else 0)
     same_run(tmp_path / "compiled", tmp_path / "eager", step=4)
     for ours, theirs in zip(metrics(tmp_path / "compiled"), metrics(tmp_path / "eager")):
         assert ours["reward"] == pytest.approx(theirs["reward"], rel=1e-12)
@@ -278,28 +281,31 @@ def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
 
 
 def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_path):
-    """Chosen anew, rounding sends some tokens to other experts: that is said once, and such a token
-    weighs no more than --max-ratio."""
+    """Chosen anew, rounding sends some tokens to other experts: that is said once, here of a single
+    token already, and such a token weighs no more than --max-ratio."""
     sizes = dict(asdict(CONFIG), n_layers=4, dim=64, ffn_dim=96, tie_embeddings=False)
     mixture = families()["mixtral"].config(**sizes)
     for name, config in (("dense", replace(CONFIG, **sizes)), ("mixture", mixture)):
         model = our_model(config, seed=5, factor=8)
         write_checkpoint(tmp_path / name, config, stored(model), BYTES)
-    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=64, steps=3, lr=1e-5)
+    more = dict(all_weights=True, dtype="bfloat16", max_new_tokens=64, batch=64, steps=1, warmup=1)
     more |= dict(eval_every=0, save_every=0)
-    chosen_anew = with_fault(tmp_path / "copy", "rewards", "REPLAYS = True", "REPLAYS = False")
+    edits = {"WARN_ABOVE = 1e-3": "WARN_ABOVE = 0"}
+    replayed = changed_copy(tmp_path / "replayed", edits=edits, file="rewards")
+    edits |= {"REPLAYS = True": "REPLAYS = False"}
+    chosen_anew = changed_copy(tmp_path / "anew", edits=edits, file="rewards")
     largest = {}
-    for name, model, script in (
-        ("dense", "dense", ()),
-        ("mixture", "mixture", ()),
+    for name, model, within in (
+        ("dense", "dense", replayed),
+        ("mixture", "mixture", replayed),
         ("anew", "mixture", chosen_anew),
     ):
         ours = command(given, tmp_path / f"out-{name}", init=tmp_path / model, **more)
-        result = succeed(*script, *ours)
+        result = succeed(*within, *ours)
         largest[name] = max(row["log_ratio"] for row in metrics(tmp_path / f"out-{name}"))
         warnings = result.err.count("of a step's tokens differs between sampling and training by")
         assert warnings == (name == "anew")
-    print(largest)  # docs/measured.md has it
+        print(name, largest[name], result.err)  # docs/measured.md has it
     assert largest["mixture"] < 3 * largest["dense"] < math.log(2) < largest["anew"]
 
 
@@ -378,7 +384,7 @@ def test_advantages():
 def test_evaluations_draw_with_numbers_that_training_has_not():
     """The number of an answer seeds its random numbers, and those of training begin with 0."""
     prompts = ["2?", "3?", "5?"]
-    job = SimpleNamespace(val_set=SimpleNamespace(samples=prompts))
+    job = SimpleNamespace(val_set=SimpleNamespace(prompts=prompts))
     task = SimpleNamespace(job=job, run=SimpleNamespace(eval_windows=9), world=alone())
     asked, numbers, limit = prompts_of_evaluation(task)
     assert (asked, [*numbers], limit) == (prompts, [-1, -2, -3], 3)
@@ -423,7 +429,7 @@ def test_a_few_tokens_may_differ_between_sampling_and_training(far, share, is_re
     task.sums = Counter()
     task.largest_now = task.largest_by_rounding = 0.0
     task.tolerance = 0.01
-    task.may_be_far = share
+    task.share_may_be_far = share
     task.only_warns = False
     sampled_log_p = torch.zeros(1, 45)
     sampled_log_p[0, :far] = 0.05

@@ -14,7 +14,7 @@ from plumbing.devices import cast_by_autocast
 
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # device, dtype -> head widths
 MOST_STARTS: dict[int, int] = {}  # T -> columns of the widest document_starts in this run
-VARLEN_TAKES_GQA = torch.__version__ >= "2.12"
+VARLEN_TAKES_GQA = torch.__version__ >= "2.12"  # torch compares numbers, not text
 
 
 def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
@@ -25,7 +25,9 @@ def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
 class Documents(NamedTuple):
     """Where the documents of a microbatch are, for attention that computes nothing between them."""
 
-    starts: Tensor  # [n + 1] int32, cu_seqlens: first query of each in the flattened rows, then N
+    # [n + 1] int32, cu_seqlens: the first query of each document in the flattened rows, then N.
+    # Unused places have N, too, and so are empty documents.
+    starts: Tensor
     key_starts: Tensor  # the same for keys: with --cp also those of other ranks' tokens
     max_queries: int  # an upper bound for one document: T, as other values would compile again
     max_keys: int  # the same for keys
@@ -61,8 +63,8 @@ class Batch:
     before_forward: Callable[["Batch"], None] | None = None
 
     def prepare(self) -> None:
-        """Is called before forward and backward of this microbatch, by which a task tells layers or
-        its loss more than forward gives them (rewards.py, distill.py)."""
+        """Is called before forward of this microbatch. By it a task tells layers or its loss what
+        the arguments of forward do not (rewards.py, distill.py)."""
         if self.before_forward:
             self.before_forward(self)
 

@@ -82,7 +82,7 @@ def _examples(val: list[Sample], tokenizer: Tokenizer, seq_len: int) -> list[tup
     """Return prompts with their true answers, to show what a model answers.
 
     They are shuffled by hash, since in the order of files the first samples may be much alike.
-    First come those whose answer is more than a few words, and fits in what is generated."""
+    First come those whose targets are more than a few words, and fit in what is generated."""
 
     def order(sample: Sample) -> tuple[bool, int]:
         _, is_target = sample.encoded[0]
@@ -138,8 +138,8 @@ def _encode_all(
                 usable.append(sample._replace(encoded=tuple(encoded)))
     if not usable:
         raise UserError(
-            f"none of {len(samples):,} samples fits in --seq-len {seq_len}: the longest "
-            f"takes {longest:,} tokens; give a longer --seq-len"
+            f"none of {len(samples):,} samples has targets within --seq-len {seq_len}: the longest "
+            f"takes {longest:,} tokens; give a longer --seq-len, or answers to train on"
         )
     changes = ""
     if truncated:

@@ -51,7 +51,7 @@ class Sample(NamedTuple):
     messages: Conversation
     tools: list | None = None
     rejected: Conversation | None = None  # of a pair (text/pairs.py): the one with a worse answer
-    # By chat.encode, of each conversation, as arrays: ids [n] int32, is_target [n] bool.
+    # Set by text/chat.py, for each conversation: ids [n] int32 and is_target [n] bool, as arrays.
     encoded: tuple = ()
 
 

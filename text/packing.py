@@ -1,7 +1,7 @@
 """Pack samples of tokens into rows, so that little of a batch is padding.
 
 A sample is some token ids, and which of them are targets. Samples are short and rows are long, so
-several share a row; the rest is padding. Here two conversations do:
+several share a row; the rest is padding. Here two conversations do (> begins an answer):
 
     tokens      bos  Hi   >   Hel  lo  | bos  1+1  >   2  | pad  pad
     targets      -   -   Hel  lo   eot |  -    -   2  eot |  -    -      (- is IGNORE)
@@ -54,8 +54,8 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
 class Packed:
     """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
 
-    samples: of at most seq_len + 1 ids each. A row has all or none of each `together` consecutive
-    ones, in their order."""
+    samples: of at most seq_len + 1 ids each. Groups of `together` consecutive ones, such as the two
+    of a pair, are never divided between rows."""
 
     document_mask = True
 
@@ -121,20 +121,20 @@ class Packed:
 
 
 class Rows(Packed):
-    """Samples in rows of their own, so that no mask is needed; each has `copies` equal rows."""
+    """Samples in rows of their own, so that no mask is needed."""
 
     document_mask = False
 
-    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer, copies: int = 1):
+    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
         self.samples = samples
         self.tokenizer = tokenizer
         self.target_values = {}
         self.pad = 0
-        self.rows = [[i // copies] for i in range(len(samples) * copies)]
+        self.rows = [[i] for i in range(len(samples))]
         self.sources = [(len(self.rows), 1)]
 
     def batch(self, indices: list[int | None], multiple: int = 1) -> Batch:
-        """Return rows that are as long as the longest sample, rounded up to a multiple."""
+        """Return rows as long as the longest of their samples, rounded up to a multiple."""
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
         self.seq_len = math.ceil(longest / multiple) * multiple
         return replace(super().batch(indices), positions=None, starts=None)

@@ -59,7 +59,7 @@ class Chat:
         return text
 
     def write_before(self, i: int) -> str:
-        """Return what the template writes before the answer with index i, with its heading."""
+        """Return what the template writes before message i, an answer, with its heading."""
         if i > 0:
             return replace(self, messages=self.messages[:i]).write(asks=True)
         if not self.messages[0].get("content"):

@@ -32,7 +32,9 @@ def open_token_file(path: Path) -> np.ndarray:
     expected = header[2]
     found = (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
     if found != expected or expected == 0:
-        raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
+        raise UserError(
+            f"{path} is empty or damaged: its header says {expected} tokens, and it holds {found}"
+        )
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))
 
 

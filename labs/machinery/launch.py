@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ def launch(
 ) -> str:  # fmt: skip
     """Run a script of `directory` on the CPU, as if this machine were so many nodes, and return
     what the first node prints. Raises UserError with the script's own error line, or
-    subprocess.TimeoutExpired after so many seconds."""
+    subprocess.TimeoutExpired after so many seconds. SIGTERM raises KeyboardInterrupt, as Ctrl-C
+    does, since torchrun would go on."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
@@ -27,6 +29,7 @@ def launch(
     environment = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", **environment}
     with tempfile.TemporaryFile("w+") as errors:
         output = dict(stdout=subprocess.PIPE, stderr=errors, text=True)
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         started = [
             subprocess.Popen(
                 [*torchrun, str(node), *command],
@@ -42,6 +45,8 @@ def launch(
             for node in started:
                 node.terminate()  # torchrun then ends its ranks
             raise
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         errors.seek(0)
         said = errors.read()
     if any(node.returncode for node in started):

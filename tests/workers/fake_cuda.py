@@ -234,7 +234,7 @@ from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import allocate
-from runs.answers import Record
+from runs.answers import Trace
 from techniques import cuda_graph, decoding
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer
@@ -332,8 +332,8 @@ def write_tokens(dtype=LOW, bits=16, **sizes) -> dict:
     cuda_graph.record = lambda step: recorded.append(step) or step
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
     with FAKE, WAITS:
-        record = Record(model, 18, len(prompts))
-        tokens = decoding.stream(model, prompts, 18, top_p=0.9, record=record)
+        trace = Trace(model, 18, len(prompts))
+        tokens = decoding.stream(model, prompts, 18, top_p=0.9, trace=trace)
         next(tokens)
         WAITS.take()
         WAITS.dtypes.clear()
