@@ -1,7 +1,7 @@
 """docs/moving.md: each recipe's command is run, and what it records is what the tables say.
 
 A table has a column for each command before it, and a row for each setting. Its cells have, like
-`this`, the values of the flag that the last column names."""
+`this`, the values of the flag that the last column names. Rates are those of the code's table."""
 
 import json
 import re
@@ -9,8 +9,8 @@ import shutil
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, hugging_face_model, launch, parsed_by
-from test_docs import Command, parse, shell_lines
+from conftest import ROOT, hugging_face_model, parsed_by, succeed
+from test_docs import TRAINING, Command, parse, shell_lines
 
 from model import LlamaConfig
 from plumbing.flags import values_of
@@ -18,20 +18,18 @@ from techniques.optimizers import PEAK_RATES
 from text.bpe import train_tokenizer
 
 PAGE = ROOT / "docs/moving.md"
-TRAINING = ("train.py", "finetune_lora.py", "preferences.py", "rewards.py", "distill.py")
 SECTIONS = re.findall(r"^## (.*)\n((?:.*\n)*?)(?=## |\Z)", PAGE.read_text(), re.MULTILINE)
+VALUES = re.compile("`([^`]+)`")
+FLAG = re.compile("`--([a-z-]+)")
 WHOLE_LENGTH = 8192  # the longest row of all recipes
 SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --ffn-dim 32"  # in place of a preset's
 
 
 class Setting(NamedTuple):
     name: str
-    values: str
-    here: str
-
-    @property
-    def flag(self) -> str:
-        return re.search(r"`--([a-z-]+)", self.here)[1]
+    expected: list[str]  # the values that the page gives
+    here: str  # the last column
+    flag: str
 
 
 class Recipe(NamedTuple):
@@ -45,31 +43,29 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def recipes_of(section: str, text: str, folder) -> list[Recipe]:
-    """Return the recipes of a section: its first table has a column for each."""
-    heading, _, table = text.partition("| setting |")
-    page = folder / f"{section}.md"
-    page.write_text(heading)
-    commands = []
-    for line in shell_lines(page):
-        commands += [c for c in parse(page, line) if c.script in TRAINING]
-    first_table = table.split("\n\n")[0]
-    (names, _, *rows) = rows_of(f"| setting |{first_table}")
-    assert len(commands) == len(names) - 2
-    found = []
-    for column, command in enumerate(commands, 1):
-        settings = [Setting(row[0], row[column], row[-1]) for row in rows if "`" in row[column]]
-        found.append(Recipe(f"{section} {names[column]}", command, settings))
-    return found
-
-
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> list[Recipe]:
-    folder = tmp_path_factory.mktemp("pages")
+    """Return all recipes: the first table of their section has a column for each."""
+    page = tmp_path_factory.mktemp("pages") / "section.md"
     found = []
     for section, text in SECTIONS:
-        if "| setting |" in text:
-            found += recipes_of(section, text, folder)
+        heading, is_recipe, table = text.partition("| setting |")
+        if not is_recipe:
+            continue
+        page.write_text(heading)
+        commands = []
+        for line in shell_lines(page):
+            commands += [c for c in parse(page, line) if c.script in TRAINING]
+        first_table = table.split("\n\n")[0]
+        (names, _, *rows) = rows_of(f"{is_recipe}{first_table}")
+        assert len(commands) == len(names) - 2
+        for column, command in enumerate(commands, 1):
+            settings = []
+            for row in rows:
+                if expected := VALUES.findall(row[column]):
+                    here = row[-1]
+                    settings.append(Setting(row[0], expected, here, FLAG.search(here)[1]))
+            found.append(Recipe(f"{section} {names[column]}", command, settings))
     return found
 
 
@@ -95,73 +91,60 @@ def home(tmp_path_factory):
     return directory
 
 
-def recorded(recipe: Recipe, directory) -> dict:
-    """Run a recipe's command until it has written config.json; return its flags, and the values
-    that it has chosen."""
-    words = [word.replace("~", str(directory)) for word in recipe.command.arguments]
-    if "--model" in words:
-        words += SMALL.split()
-    out = directory / recipe.name.replace(" ", "-").replace("`", "")
-    worker = "tests/workers/until_recorded.py"
-    result = launch(worker, directory, recipe.command.script, *words, "--out", out, timeout=120)
-    assert set(result.codes) == {0}, (recipe.name, result.err[-2000:])
-    config = json.loads((out / "config.json").read_text())
-    return config["flags"] | config["facts"]
-
-
 def as_text(value) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
     return [str(value) for value in values]
 
 
 def test_each_command_trains_what_its_table_says(recipes, home):
-    """ "give" stands where the command names the flag, since its default is another value; and "the
+    """Each runs until it has written config.json, with its flags and the values that it has chosen.
+
+    "give" stands where the command names the flag, since its default is another value; and "the
     same" where it need not."""
     assert len(recipes) == 16  # 1 of torchtitan, 4, 2, 2, 2, 2 and 3 of the others
     for recipe in recipes:
-        values = recorded(recipe, home)
-        defaults = values_of(parsed_by(recipe.command.script, *needed(recipe.command)))
+        script, typed = recipe.command.script, recipe.command.arguments
+        words = [word.replace("~", str(home)) for word in typed]
+        if "--model" in words:
+            words += SMALL.split()
+        out = home / recipe.name.replace(" ", "-").replace("`", "")
+        succeed("tests/workers/until_recorded.py", home, script, *words, "--out", out)
+        config = json.loads((out / "config.json").read_text())
+        values = config["flags"] | config["facts"]
+        needed = []  # without which a script does not begin
+        for flag in ("--init", "--reward"):
+            if flag in typed and script != "train.py":
+                needed += [flag, typed[typed.index(flag) + 1]]
+        defaults = values_of(parsed_by(script, *needed))
         compared = set()
-        for name, cell, here in recipe.settings:
-            setting = Setting(name, cell, here)
-            flag = setting.flag.replace("-", "_")
+        for name, expected, here, flag in recipe.settings:
+            where = (recipe.name, name, flag)
+            field = flag.replace("-", "_")
             compared.add(flag)
-            where = (recipe.name, name, setting.flag)
-            expected = re.findall("`([^`]+)`", cell)
-            assert as_text(values[flag]) == expected, where
-            default = as_text(defaults[flag])
+            assert as_text(values[field]) == expected, where
+            default = as_text(defaults[field])
             if here.startswith("the same"):
                 assert default in (expected, ["None"]) or "give" in here, where
-            if f"give `--{setting.flag}`" in here:
-                assert f"--{setting.flag}" in recipe.command.arguments, where
+            if f"give `--{flag}`" in here:
+                assert f"--{flag}" in typed, where
             if here.startswith("other default") and "give" in here:
                 assert default != expected, where
-        assert compared >= {"seq_len", "batch", "lr", "lr_schedule"} - left_out(recipe), recipe.name
+        all_have = {"seq-len", "batch", "lr", "lr-schedule"}
+        if recipe.name.startswith("nanochat"):  # whose schedule cannot be had here
+            all_have.remove("lr-schedule")
+        assert compared >= all_have, recipe.name
 
 
-def needed(command: Command) -> list[str]:
-    """Return those arguments without which a script does not begin."""
-    words = command.arguments
-    kept = []
-    for flag in ("--init", "--reward"):
-        if flag in words and command.script != "train.py":
-            kept += [flag, words[words.index(flag) + 1]]
-    return kept
-
-
-def left_out(recipe: Recipe) -> set[str]:
-    """nanochat's schedule is the one that cannot be had here."""
-    return {"lr_schedule"} if recipe.name.startswith("nanochat") else set()
-
-
-def test_every_row_says_what_is_here(recipes):
+def test_every_row_says_what_is_here():
     begins = ("the same", "other default", "other unit", "no such thing here, because", "always")
-    for section, text in SECTIONS:
-        for table in text.split("| setting |")[1:]:
-            for row in rows_of(table.split("\n\n")[0])[2:]:
-                assert len(row) > 2, (section, row)
-                here = row[-1]
-                assert here.startswith(begins) or "--" in here or "](" in here, (section, row)
+    tables = re.findall(r"^\| setting \|.*\n(?:\|.*\n)+", PAGE.read_text(), re.MULTILINE)
+    assert len(tables) == 7
+    for table in tables:
+        names, _, *rows = rows_of(table)
+        for row in rows:
+            assert len(row) == len(names), row
+            here = row[-1]
+            assert here.startswith(begins) or "--" in here or "](" in here, row
 
 
 def test_the_page_has_the_table_of_rates():
