@@ -1,22 +1,22 @@
-"""Mutants of model.py: each one trains equally under every split, or is refused.
+"""Mutants of model.py: each split trains one as a single process does, or refuses it in a line.
 
 Those that are right start in every split that they can have: a check that refuses everything would
 not pass. And bench.py equal names the first module that a fault reaches."""
 
 import pytest
-from conftest import changed_copy, error_lines, launch, metrics, slow, succeed, with_fault
+from conftest import changed_copy, launch, metrics, refused, slow, succeed, with_fault
 from test_train import SIZES, flags, same_metrics
 
 SPLITS = {  # two ranks each
     "ddp": dict(dp="ddp"), "fsdp": dict(dp="fsdp"),
     "tp": dict(tp=2), "pp": dict(pp=2, microbatch=2), "cp": dict(cp=2),
 }  # fmt: skip
+SMALL = dict(steps=3, n_layers=6)
 
 SWIGLU, FEATURES = "return F.silu(gate) * up", "swiglu(self.w1(x), self.w3(x))"
 FFN = "return x + self.feed_forward(self.ffn_norm(x))"
 ATTENTION = "x = x + self.attention(self.attention_norm(x), rotation, mask, cache)"
 Q = "q = rotate(self.queries(x), rotation)"
-K = "k = rotate(self.keys(x), rotation)"
 V = "v = self.values(x)"
 NORM = "return rms_norm(x, self.weight, self.eps)"
 EMBED = "else self.embed(tokens, in_documents)"
@@ -89,30 +89,20 @@ WRONG = {  # on one process, too
 }  # fmt: skip
 
 
-def trains(changed: tuple, corpus, out, splits: dict) -> dict[str, list[dict] | str]:
-    """Return what each split records, or the line that refuses it."""
-    results = {}
-    for split, given in splits.items():
-        arguments = flags(corpus, out / split, steps=3, n_layers=6, **given)
-        result = launch(*changed, "train.py", *arguments, nproc=2 * bool(given))
-        assert set(result.codes) in ({0}, {2}) and "Traceback" not in result.err, result.err
-        refusal = error_lines(result)
-        assert len(refusal) == (result.code == 2), result.err
-        results[split] = refusal[0] if refusal else metrics(out / split)
-    return results
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RIGHT, *PARTLY])
 def test_it_is_equal_or_refused(name, corpus, tmp_path):
-    edits, refused = PARTLY.get(name, (RIGHT.get(name), ""))
+    edits, refused_under = PARTLY.get(name, (RIGHT.get(name), ""))
     changed = changed_copy(tmp_path / "copy", edits=edits)
-    results = trains(changed, corpus, tmp_path, {"one": {}} | SPLITS)
-    for split, result in results.items():
-        print(name, split, result if isinstance(result, str) else "")
-        assert isinstance(result, str) == (split in refused.split()), result
-        if split not in refused.split():
-            same_metrics(result, results["one"])
+    for split, given in ({"one": {}} | SPLITS).items():
+        out = tmp_path / split
+        run = flags(corpus, out, **SMALL, **given)
+        result = launch(*changed, "train.py", *run, nproc=2 * bool(given))
+        if split in refused_under.split():
+            refused(result)
+        else:
+            assert result.code == 0 and "Traceback" not in result.err, (split, result.err)
+            same_metrics(metrics(out), metrics(tmp_path / "one"))
 
 
 QUICK = "a mean of losses", "dropout without a condition"
@@ -121,22 +111,18 @@ QUICK = "a mean of losses", "dropout without a condition"
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in WRONG])
 def test_it_is_refused_on_one_process(name, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=WRONG[name])
-    refusal = trains(changed, corpus, tmp_path, {"one": {}})["one"]
-    print(name, refusal)
-    assert isinstance(refusal, str) and "model.py" in refusal
+    run = flags(corpus, tmp_path / "run", **SMALL)
+    refused(launch(*changed, "train.py", *run), "model.py")
 
 
 # ---------------------------------------------------------------------------- bench.py equal
 
-
-def flags_of_equal(corpus, more: str) -> list[str]:
-    given = ["--data", corpus, *SIZES, "--seq-len=32", "--batch=4", "--microbatch=1"]
-    return ["bench.py", "equal", *given, *more.split()]
+EQUAL = ["bench.py", "equal", *SIZES, "--seq-len=32", "--batch=4", "--microbatch=1", "--data"]
 
 
 def test_a_step_of_the_project_is_equal(corpus):
     """As every run of several processes finds before its first step."""
-    told = succeed(*flags_of_equal(corpus, "--tp 2"), nproc=2).out
+    told = succeed(*EQUAL, corpus, "--tp=2", nproc=2).out
     assert told.endswith("the steps are equal\n")
 
 
@@ -150,9 +136,9 @@ FAULTS = [  # a file, what stands there and what replaces it, the flags, what is
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("file, old, new, more, named", FAULTS)
-def test_a_fault_is_named_in_its_module(file, old, new, more, named, corpus, tmp_path):
+@pytest.mark.parametrize("file, old, new, split, named", FAULTS)
+def test_a_fault_is_named_in_its_module(file, old, new, split, named, corpus, tmp_path):
     within = with_fault(tmp_path / "copy", file, old, new)
-    result = launch(*within, *flags_of_equal(corpus, more), nproc=2)
+    result = launch(*within, *EQUAL, corpus, *split.split(), nproc=2)
     assert result.code == 1, result.err
     assert named in result.out and "usual causes" in result.out
