@@ -1,4 +1,6 @@
-"""files/safetensors.py against the safetensors package; malformed files are refused."""
+"""files/safetensors.py against the safetensors package: each reads what the other writes, in every
+bit, and both refuse malformed headers. Files that shrink or say too much of themselves are refused,
+too."""
 
 import json
 import os
@@ -12,48 +14,24 @@ from files.safetensors import DTYPES, StoredTensor, open_safetensors, save_safet
 from plumbing.messages import UserError
 
 
-def samples() -> dict[str, torch.Tensor]:
-    """Return a tensor of each dtype, and some of other shapes."""
+def test_the_package_reads_our_files_and_we_read_its_files(tmp_path):
+    """A tensor of each dtype, and some of other shapes."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 5, generator=generator) * 4
-    tensors = {}
-    for dtype in DTYPES.values():
-        tensors[str(dtype)] = values.abs().to(dtype)
+    tensors = {str(dtype): values.abs().to(dtype) for dtype in DTYPES.values()}
     tensors["scalar"] = torch.tensor(2.5)
     tensors["empty"] = torch.empty(0, 4)
     tensors["transposed"] = values.T
-    return tensors
-
-
-def read(path) -> bytes:
-    """Return what the package makes of the tensors that we read: names, dtypes, shapes, bits."""
-    tensors = {}
-    for name, entry in open_safetensors(path).items():
-        tensors[name] = entry.read()
-    return package.save(tensors)
-
-
-def test_the_package_reads_our_files_and_we_read_its_files(tmp_path):
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    expected = package.save(contiguous)  # names, dtypes, shapes, bits
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
-    entries = {}
-    contiguous = {}
-    for name, tensor in samples().items():
-        entries[name] = StoredTensor.of(tensor)
-        contiguous[name] = tensor.contiguous()
-    expected = package.save(contiguous)
+    entries = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
     save_safetensors(ours, entries, {"format": "pt"})
     assert package.save(package.load_file(ours)) == expected
     package.save_file(contiguous, theirs, {"made": "there"})
-    assert read(theirs) == expected
-
-
-def with_header(header: bytes | dict, data: bytes = bytes(8)) -> bytes:
-    """Return the content of a file."""
-    if isinstance(header, dict):
-        header = json.dumps(header).encode()
-    length = len(header).to_bytes(8, "little")
-    return length + header + data
+    found = {name: entry.read() for name, entry in open_safetensors(theirs).items()}
+    assert package.save(found) == expected
 
 
 def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
@@ -76,7 +54,9 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
 def test_malformed_headers_are_refused(header, message, tmp_path):
     """And by the safetensors package, too."""
     path = tmp_path / "file"
-    path.write_bytes(with_header(header))
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(content).to_bytes(8, "little")
+    path.write_bytes(length + content + bytes(8))
     with pytest.raises(UserError, match=message):
         open_safetensors(path)
     with pytest.raises(safetensors.SafetensorError):
@@ -99,9 +79,9 @@ def test_a_file_of_more_than_4_gb_that_shrinks(tmp_path):
     hole = 4 * n  # bytes
     entries = {"a": entry(0, hole, shape=(n,))}
     entries["b"] = entry(hole, hole + 8)
-    header = with_header(entries, b"")
-    path.write_bytes(header)
-    begin = len(header) + hole  # of b
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    begin = 8 + len(header) + hole  # of b
     os.truncate(path, begin)
     with open(path, "ab") as file:
         b = torch.tensor([1.0, 2.0])
