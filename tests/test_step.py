@@ -1,6 +1,8 @@
 """bench.py step, compare and limit: what they measure and count, and what they say of it.
 
-How long anything takes is not tested."""
+Bytes are those that costs/page.py predicts, and losses those of model.py as written. How long
+anything takes is not tested: the parts of a step add up to it, and what is said of shares that are
+given follows from them."""
 
 import json
 import re
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import slow, step_of, succeed
+from conftest import slow, succeed
 from test_train import CONFIG, SIZES
 
 from bench import Comparison, work_of
@@ -34,29 +36,32 @@ from runs.task import Task
 from techniques.optimizers import make_optimizer
 
 
-def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
-    """Return what bench.py step prints, the seconds of each part, and the bytes of each kind."""
-    given = *SIZES, "--data", corpus, "--seq-len=24", "--batch=4", "--repeats=2"
-    out = succeed("bench.py", "step", *given, *more, nproc=nproc).out
-    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
-    parts = {row[0]: float(row[1]) for row in rows if len(row) == 3 and row[0] != "part"}
-    memory = {row[0]: row[1] for row in rows if len(row) == 2}
+def step(corpus, parallel: ParallelConfig, microbatch: int, *more) -> tuple[str, dict[str, float]]:
+    """Run bench.py step, and compare its sums and bytes. Return what it prints, and the seconds of
+    each part."""
+    flags = *SIZES, *flags_of(parallel).split(), "--data", corpus, "--seq-len=24", "--repeats=2"
+    rows = 4  # of a step
+    flags += f"--batch={rows}", f"--microbatch={microbatch}", *more
+    nproc = parallel.size if parallel.size > 1 else 0
+    out = succeed("bench.py", "step", *flags, nproc=nproc).out
+    cells = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    parts = {row[0]: float(row[1]) for row in cells if len(row) == 3 and row[0] != "part"}
+    memory = {row[0]: row[1] for row in cells if len(row) == 2}
     whole = parts.pop("the step")
     assert sum(parts.values()) == pytest.approx(whole, abs=1e-4 * len(parts))
     speed = float(out.split(" tokens/s")[0].splitlines()[-1].replace(",", ""))
-    assert 4 * 24 / speed == pytest.approx(whole, rel=0.02)
+    assert rows * 24 / speed == pytest.approx(whole, rel=0.02)
     assert out.splitlines()[-1].startswith("- ") and "MFU unknown" in out
-    return out, parts, memory
-
-
-def check_memory(memory: dict[str, str], parallel: ParallelConfig, *microbatches: int) -> None:
-    """Compare the counted bytes of each kind with the predicted ones, given a microbatch's rows of
-    24 tokens, and the number of microbatches."""
-    predicted = holds(step_of(build_on_meta(CONFIG), parallel, *microbatches, 24))
+    if parallel.compile:
+        assert memory["peak"] == "-"
+        return out, parts
+    predicted = holds(Work(build_on_meta(CONFIG), parallel, rows, microbatch, 24))
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == megabytes(predicted[kind]), kind
     assert memory["predicted peak"] == megabytes(predicted["peak"])
-    assert float(memory["peak"].split()[0]) == pytest.approx(predicted["peak"] / 1e6, rel=0.1)
+    peak = float(memory["peak"].split()[0])
+    assert peak == pytest.approx(predicted["peak"] / 1e6, rel=0.1)
+    return out, parts
 
 
 @pytest.mark.parametrize(
@@ -74,9 +79,8 @@ def test_a_step(corpus, tmp_path, parallel):
     """An OUT with a run in it is accepted and left as it is."""
     left = tmp_path / "run" / "step-00000001"
     left.mkdir(parents=True)
-    flags, microbatch = flags_of(parallel).split(), 1 if parallel.size > parallel.cp else 2
-    flags += [f"--microbatch={microbatch}", "--out", left.parent]
-    out, parts, memory = step(corpus, *flags, nproc=parallel.size * (parallel.size > 1))
+    microbatch = 1 if parallel.size > parallel.cp else 2
+    out, parts = step(corpus, parallel, microbatch, "--out", left.parent)
     assert list(left.parent.rglob("*")) == [left]
     within = parallel.compile and parallel.checkpointing != "none"
     recompute = ["recompute"] * (parallel.checkpointing != "none" and not within)
@@ -86,20 +90,17 @@ def test_a_step(corpus, tmp_path, parallel):
     times = 2 if parallel.repeats_attention else 1
     assert f"attention runs forward {times} time(s)" in out
     assert ("recompute is compiled into backward" in out) == within
-    if parallel.compile:
-        assert "1 graph(s) compiled, 0 graph break(s)" in out and memory["peak"] == "-"
-        return
-    check_memory(memory, parallel, microbatch, 2)
-    sends = r"per step, each rank sends .*"  # as train.py announces, if anything
-    predicted = re.findall(f"^{sends}", out, re.M) or ["per step, each rank sends nothing"]
-    assert re.findall(f"counted: ({sends})", out) == predicted
+    assert ("1 graph(s) compiled, 0 graph break(s)" in out) == parallel.compile
+    if not parallel.compile:
+        sends = r"per step, each rank sends .*"  # as train.py announces, if anything
+        predicted = re.findall(f"^{sends}", out, re.M) or ["per step, each rank sends nothing"]
+        assert re.findall(f"counted: ({sends})", out) == predicted
 
 
 def test_a_pipeline(corpus):
     """Waiting for the other stage is a part."""
-    out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", nproc=2)
+    out, parts = step(corpus, ParallelConfig(pp=2, optimizer="muon"), 1)
     assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
-    check_memory(memory, ParallelConfig(pp=2, optimizer="muon"), 1, 4)
     predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
     assert predicted == counted and " send over pp" in counted
     assert "backward, ranks wait for other stages 20.0% by the schedule alone" in out
@@ -168,30 +169,6 @@ TP = ParallelConfig(tp=8)
 CP = replace(FSDP, cp=8)
 
 
-@pytest.fixture(autouse=True)
-def restore_predictions(monkeypatch):
-    monkeypatch.setattr(rules, "holds", rules.holds)  # which `facts` replaces
-
-
-def facts(parallel=DDP, shares=None, peak=99, sequences=4, microbatches=1, on_gpu=False, **given):
-    """Return facts of a run with 10 GB a process. A step needs `peak` GB, unless `peaks` has
-    another number for its --dp, --reshard or --checkpointing; `shares` are of the time."""
-    peaks = given.pop("peaks", {})
-
-    def predicted(work: Work) -> dict[str, float]:
-        p = work.parallel
-        known = (peaks[name] for name in (p.dp, p.reshard, p.checkpointing) if name in peaks)
-        return {"peak": next(known, peak) * GB}
-
-    rules.holds = predicted
-    times = 2 if parallel.repeats_attention else 1
-    usual = dict(per_node=8, usable_memory=10 * GB, device=torch.device("cpu"), attentions=times)
-    shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | (shares or {})
-    batch = sequences * parallel.replicate * parallel.shard // parallel.cp
-    work = Work(MODEL, parallel, batch, sequences // microbatches, 24, on_gpu=on_gpu)
-    return Facts(shares=shares, work=work, **usual | given)
-
-
 SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, and what is not
     (FSDP, "shard", {}, "30 % of the step waits for all-gathers and reduce-scatters over shard: "
      "a larger --batch computes more for the same payload", "crosses nodes"),
@@ -225,23 +202,38 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (DDP, "", dict(graph_breaks=2), "2 graph break(s)", "--compile"),
     (COMPILED, "", dict(mfu=0.52, on_gpu=True), "90 % of the step computes (forward 30 %, backward "
      "60 %), at 52 % of the device's peak: nothing else takes more than 2 %", "--"),
+    *[(DDP, task.before_step, {}, "30 % of the step ", "\n")  # one sentence
+      for task in (Task, Preferences, Rewards, Distillation, OnPolicy)],
     *[(replace(DDP, checkpointing=name), "", dict(attentions=needed + 1), f"{name} needs {needed}: "
        "the model has one more checkpoint", "--dp") for name, needed in (("none", 1), ("full", 2))],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("parallel, part, given, said, unsaid", SENTENCES)
-def test_sentences(parallel, part, given, said, unsaid):
-    shares = {EXPOSED + part if part in DIMS else part: 0.3} if part else {}
-    told = "\n".join(verdict(facts(parallel, shares, **given)))
+def test_sentences(parallel, part, given, said, unsaid, monkeypatch):
+    """A process has 10 GB. A step needs `peak` GB, unless `peaks` has another number for its --dp,
+    --reshard or --checkpointing."""
+    facts = dict(per_node=8, attentions=2 if parallel.repeats_attention else 1) | given
+    peaks = facts.pop("peaks", {})
+    peak = facts.pop("peak", 99)
+    microbatches = facts.pop("microbatches", 1)
+    on_gpu = facts.pop("on_gpu", False)
+
+    def predicted(work: Work) -> dict[str, float]:
+        p = work.parallel
+        known = [peaks[name] for name in (p.dp, p.reshard, p.checkpointing) if name in peaks]
+        return {"peak": [*known, peak][0] * GB}
+
+    monkeypatch.setattr(rules, "holds", predicted)
+    shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02}
+    if part:
+        shares[EXPOSED + part if part in DIMS else part] = 0.3
+    batch = 4 * parallel.replicate * parallel.shard // parallel.cp
+    work = Work(MODEL, parallel, batch, 4 // microbatches, 24, on_gpu=on_gpu)
+    device = torch.device("cpu")
+    told = "\n".join(verdict(Facts(shares, work, usable_memory=10 * GB, device=device, **facts)))
     assert all(words in told for words in said.split(" ... ")), told
     assert unsaid not in told
-
-
-@pytest.mark.parametrize("task", [Task, Preferences, Rewards, Distillation, OnPolicy])
-def test_what_a_task_does_before_a_step_has_a_sentence(task):
-    (told,) = verdict(facts(shares={task.before_step: 0.3}))
-    assert told.startswith("30 % of the step ")
 
 
 # ------------------------------------------------------------------------------ the other commands
@@ -272,9 +264,14 @@ def test_contestants_have_the_same_loss_and_the_costs_that_are_predicted(names, 
     given = dict(model="tiny", batch=4, microbatch=1, seq_len=16, ranks=2, per_node=2, device="cpu")
     assert given.items() <= results.items() and results["lora"] is False and results["date"]
     assert list(results["strategies"]) == names
-    loss, model = loss_of_plain_model(), build_on_meta(PRESETS["tiny"])
+    plain, generator = Llama(PRESETS["tiny"]), torch.Generator().manual_seed(0)
+    plain.init_weights()
+    tokens = torch.randint(plain.config.vocab_size, (4, 17), generator=generator)
+    with torch.no_grad():
+        logits = plain(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     for name, result in results["strategies"].items():
-        work = Work(model, CONTESTANTS[name], 4, 1, 16)
+        work = Work(MODEL, CONTESTANTS[name], 4, 1, 16)
         predicted = sends(work, 0)
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
         payload = sum(nbytes for _, nbytes in result["payload"].values())
@@ -284,15 +281,6 @@ def test_contestants_have_the_same_loss_and_the_costs_that_are_predicted(names, 
         assert len(result["seconds"]) == 1 and result["tokens_per_second"] > 0, name
     assert "losses of the first step agree to" in out
     assert results["strategies"][names[0]]["ratio"] == 1
-
-
-def loss_of_plain_model() -> float:
-    """Compute, without bench.py, the loss of tiny's initial weights on the contestants' batch."""
-    model, generator = Llama(PRESETS["tiny"]), torch.Generator().manual_seed(0)
-    model.init_weights()
-    tokens = torch.randint(model.config.vocab_size, (4, 17), generator=generator)
-    with torch.no_grad():
-        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
 def test_contestants_stand_for_flags():
