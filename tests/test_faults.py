@@ -3,6 +3,7 @@
 Each is planted in a copy of the project, and test_exact.py's cases train with it, the fast ones
 first and then others that are not compiled, until one differs."""
 
+import ast
 import functools
 import math
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_fake_cuda
+import test_mutants
 import test_nccl
 from conftest import ROOMS, ROOT, changed_copy, with_fault
 from test_exact import LOSSES, QUICK, assert_result, slower_cases, train_all, train_references
@@ -123,34 +125,41 @@ FAULTS = {
         ("losses.sum() / parallel.tp", "losses.sum()"),
     ],
 }  # fmt: skip
-USES = {  # file -> whether a case of exact.py uses it; where it is not listed, all do
-    "context_parallel": lambda parallel, **_: parallel["cp"] > 1,
-    "experts": lambda parallel, **_: parallel["ep"] > 1,
-    "expert_parallel": lambda parallel, **_: parallel["ep"] > 1,
-    "host_reads": lambda parallel, **_: parallel["ep"] > 1,
-    "zero1": lambda parallel, **_: parallel["dp"] == "zero1",
-    "pipeline": lambda parallel, **_: parallel["pp"] > 1,
-    "async_tp": lambda parallel, **_: parallel["async_tp"],
-    "muon": lambda parallel, **_: parallel["optimizer"] == "muon",
-    "preferences": lambda parallel, **case: case.get("objective") in LOSSES,
-    "distill": lambda parallel, **case: case.get("objective") in DISTILLED,
-    "divergence": lambda parallel, **case: case.get("objective") in DISTILLED,
-    "rewards": lambda parallel, **case: case.get("objective") == "rewards",
-    "answers": lambda parallel, **case: case.get("objective") == "rewards",
+SEVERAL = range(2, 9)  # ranks
+USES = {  # file -> a setting, and its values in the cases that use it; others are used by all
+    "context_parallel": ("cp", SEVERAL),
+    "experts": ("ep", SEVERAL),
+    "expert_parallel": ("ep", SEVERAL),
+    "host_reads": ("ep", SEVERAL),
+    "zero1": ("dp", ["zero1"]),
+    "pipeline": ("pp", SEVERAL),
+    "async_tp": ("async_tp", [True]),
+    "muon": ("optimizer", ["muon"]),
+    "preferences": ("objective", LOSSES),
+    "distill": ("objective", DISTILLED),
+    "divergence": ("objective", DISTILLED),
+    "rewards": ("objective", ["rewards"]),
+    "answers": ("objective", ["rewards"]),
 }
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 
 
 def test_faults_are_of_lines_that_are_there():
-    """Else a slow test would be the first to tell."""
+    """Else a slow test would be the first to tell. What is put there is Python: a copy that cannot
+    be imported would be found by every case."""
     faults = [*ALL]
     faults += [(file, old, new) for file, old, new, *_ in test_fake_cuda.FAULTS]
     faults += [(file, old, new) for _, file, old, new, _ in test_nccl.FAULTS]
+    partly = [edits for edits, _ in test_mutants.PARTLY.values()]
+    for edits in (*test_mutants.RIGHT.values(), *partly, *test_mutants.WRONG.values()):
+        faults += [("model", old, new) for old, new in edits.items()]
     missing = []
-    for file, old, _ in faults:
+    for file, old, new in faults:
         (path,) = [p for room in (".", *ROOMS) if (p := ROOT / room / f"{file}.py").exists()]
-        if path.read_text().count(old) != 1:
+        source = path.read_text()
+        if source.count(old) != 1:
             missing.append((file, old))
+        ast.parse(source.replace(old, new), f"{file}.py: {new}")
     assert missing == []
 
 
@@ -169,8 +178,11 @@ def is_found(directory: Path, file: str, quick: bool, within: tuple) -> bool:
     """Return whether a case that uses the changed file fails or differs. They train in groups: the
     first often suffices."""
     cases, expected = cases_of(quick)
-    uses = USES.get(file, lambda **_: True)
-    using = [entry for entry in cases.items() if uses(**entry[1][1])]
+    using = []
+    for name, (_, case) in cases.items():
+        settings = case | case["parallel"]
+        if file not in USES or settings.get(USES[file][0]) in USES[file][1]:
+            using.append((name, cases[name]))
     n = math.ceil(len(using) / 12)
     for group in (dict(using[i::n]) for i in range(n)):
         try:
