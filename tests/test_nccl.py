@@ -75,10 +75,12 @@ class Queue(TorchDispatchMode):
         return result
 
 
-def recorded(rank: int, parallel: ParallelConfig, tied: bool) -> list[list[tuple]]:
-    """Return the calls of one rank, in the order in which it starts them."""
+def recorded(rank: int, name: str) -> list[list[tuple]]:
+    """Return the calls of one rank of eight in one of MESHES, in the order in which it starts
+    them."""
+    parallel = ParallelConfig(**MESHES[name])
     layers = max(2, parallel.pp * parallel.stages_per_rank)
-    config = LlamaConfig(64, layers, 4, 4, 96, vocab_size=64, tie_embeddings=tied)
+    config = LlamaConfig(64, layers, 4, 4, 96, vocab_size=64, tie_embeddings="tied" in name)
     send_and_receive = dist.batch_isend_irecv
     queue = Queue()
 
@@ -182,15 +184,10 @@ MESHES = {
 QUICK = [*MESHES][:3]
 
 
-def queues_of(name: str) -> list[list]:
-    parallel = ParallelConfig(**MESHES[name])
-    return [recorded(rank, parallel, "tied" in name) for rank in range(8)]
-
-
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, [*MESHES][3:])])
 def test_no_rank_gets_stuck(name):
     """Nor does a group begin later than in with_mesh, or send messages outside of a batch."""
-    queues = queues_of(name)
+    queues = [recorded(rank, name) for rank in range(8)]
     assert problems(queues) == []
     for calls in queues:
         groups = set()
@@ -200,6 +197,7 @@ def test_no_rank_gets_stuck(name):
                 if (ranks, number) not in groups:
                     assert (kind, nbytes) == ("allreduce_", 4)
                 groups.add((ranks, number))
+        assert groups
 
 
 def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
@@ -207,13 +205,13 @@ def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
     for name, expected in (("ddp", None), ("tp", "1")):
         monkeypatch.setenv(order, "")
         monkeypatch.delenv(order)
-        recorded(0, ParallelConfig(**MESHES[name]), tied=False)
+        recorded(0, name)
         assert os.environ.get(order) == expected
 
 
 def test_what_gets_stuck_is_found():
     """Two faults are planted: messages one after the other, and two groups in another order."""
-    queues = queues_of("pp, tied")
+    queues = [recorded(rank, "pp, tied") for rank in range(8)]
     alone = [[[part] for call in calls for part in call] for calls in queues]
     stuck = [line for line in problems(alone) if "is stuck" in line]
     assert len(stuck) == 8
@@ -227,13 +225,7 @@ def test_what_gets_stuck_is_found():
     assert "rank 0 is stuck" in str(problems(queues))
 
 
-def assert_late(directory, cases: dict, within=()) -> None:
-    """Assert that training in which all arrives late is plain training."""
-    results = train(directory, 4, cases, within=(*within, "tests/workers/late.py"))
-    for name, result in results.items():
-        assert_trained(result, cases[name])
-
-
+LATE_WORKER = "tests/workers/late.py"
 LATE = {
     "ddp": case(GROUPED, 1, replicate=4),
     "zero1": case(GROUPED, 1, dp="zero1", replicate=4),
@@ -243,8 +235,6 @@ LATE = {
     "tp": case(GROUPED, 4, dp="fsdp", tp=2, shard=2),
     "cp": case(GROUPED, 4, dp="hsdp", replicate=2, shard=2, cp=2) | dict(seq=24),
 }
-
-
 FAULTS = [  # a case, a file, a line and its fault, and what is told
     ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "modified inplace"),
     ("pp", "pipeline", "self.exchange(tick, result))", "self.exchange(tick, result));"
@@ -253,11 +243,13 @@ FAULTS = [  # a case, a file, a line and its fault, and what is told
 
 
 def test_nothing_is_used_before_it_has_arrived(tmp_path):
-    assert_late(tmp_path, LATE)
+    """Training in which all arrives late is plain training."""
+    for name, result in train(tmp_path, 4, LATE, within=[LATE_WORKER]).items():
+        assert_trained(result, LATE[name])
 
 
 @pytest.mark.parametrize("name, file, line, fault, told", FAULTS)
 def test_a_missing_wait_is_found(tmp_path, name, file, line, fault, told):
-    within = with_fault(tmp_path / "copy", file, line, fault)
+    within = *with_fault(tmp_path / "copy", file, line, fault), LATE_WORKER
     with pytest.raises(AssertionError, match=told):
-        assert_late(tmp_path, {name: LATE[name]}, within)
+        train(tmp_path, 4, {name: LATE[name]}, within=within)

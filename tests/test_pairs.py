@@ -1,4 +1,5 @@
-"""text/pairs.py: what the layouts of several data sets say, compared with trl's reading of them."""
+"""text/pairs.py: a pair of each layout is what is written out here, and what trl reads where it
+knows the layout. What is no pair is refused; fields that are not read are named."""
 
 import copy
 import itertools
@@ -46,6 +47,7 @@ def record(prompt, chosen, rejected, **more) -> dict:
     return line | more
 
 
+PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
 NAMES = "user", "assistant"
 
 
@@ -255,9 +257,6 @@ def test_what_is_beside_a_pair_is_read_or_named(tmp_path, capsys):
     capsys.readouterr()
     open_samples([path], BYTES, 128, read=pairs)
     assert "are not read: ids, input, margin, output, score" in capsys.readouterr().err
-
-
-PAIRS = [record(f"{n} and {n}", "yes" * (n % 5 + 1), "no") for n in range(60)]
 
 
 def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
