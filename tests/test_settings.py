@@ -1,7 +1,9 @@
-"""text/settings.py: what files beside a tokenizer name, compared with what transformers takes."""
+"""text/settings.py: the special tokens, ends and templates that files beside a tokenizer name are
+those that transformers takes of them. Where it takes other ids than a file says, we refuse."""
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,30 +93,20 @@ def test_what_begins_and_ends_a_text(name, tmp_path):
         assert ids[-1] == IDS["<|im_end|>"] and is_target[-1]
 
 
-LISTED = {  # files, and whether transformers gives the tokens the ids that the files say
-    "added_tokens_decoder": ({CONFIG: {"added_tokens_decoder": {"800": WORD}}}, True),
-    "special": ({CONFIG: {"added_tokens_decoder": {"800": WORD | {"special": True}}}}, True),
-    "added_tokens": ({"added_tokens.json": {"<think>": 800, "<|done|>": 6}}, True),
-    "not read": (
-        {CONFIG: {"added_tokens_decoder": {}}, "added_tokens.json": {"<think>": 800}}, True),
-    "another id": ({CONFIG: {"added_tokens_decoder": {"803": WORD}}}, False),
-    "an id of another": ({"added_tokens.json": {"<think>": 6}}, False),
-    "an end without an id": ({MAP: {"eos_token": "<|stop|>"}}, False),
-    "a name without an id": ({CONFIG: {"additional_special_tokens": ["<|tool|>"]}}, False),
-}  # fmt: skip
+LISTED = {  # files; transformers gives the tokens the ids that they say
+    "added_tokens_decoder": {CONFIG: {"added_tokens_decoder": {"800": WORD}}},
+    "special": {CONFIG: {"added_tokens_decoder": {"800": WORD | {"special": True}}}},
+    "added_tokens": {"added_tokens.json": {"<think>": 800, "<|done|>": 6}},
+    "not read": {CONFIG: {"added_tokens_decoder": {}}, "added_tokens.json": {"<think>": 800}},
+}
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_tokens_that_only_files_beside_it_have(name, tmp_path):
-    files, agree = LISTED[name]
-    files = {CONFIG: {"eos_token": "<|im_end|>"}} | files
-    files[CONFIG] = {"eos_token": "<|im_end|>"} | files[CONFIG]
-    path = directory_of(tmp_path / "base", files)
+    end = {"eos_token": "<|im_end|>"}
+    files = LISTED[name]
+    path = directory_of(tmp_path / "base", files | {CONFIG: end | files.get(CONFIG, {})})
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    if not agree:
-        with pytest.raises(UserError, match=r"tokenizer\.json has no '<"):
-            load_tokenizer(str(path))
-        return
     ours = load_tokenizer(str(path))
     for text in ("<think>Hi</think>", "a <think>", TALK[2]["content"]):
         assert ours.encode(text) == theirs.encode(text, split_special_tokens=True)
@@ -124,8 +116,23 @@ def test_tokens_that_only_files_beside_it_have(name, tmp_path):
     copied = ours.save(tmp_path)
     again = load_tokenizer(str(tmp_path))
     assert again.hash == ours.hash == copied["tokenizer_hash"] and again.special == ours.special
-    without = directory_of(tmp_path / "without", {CONFIG: {"eos_token": "<|im_end|>"}})
+    without = directory_of(tmp_path / "without", {CONFIG: end})
     assert (load_tokenizer(str(without)).hash == ours.hash) == (name == "not read")
+
+
+@pytest.mark.parametrize("files, token, given", [
+    ({CONFIG: {"added_tokens_decoder": {"803": WORD}}}, "<think>", 800),
+    ({"added_tokens.json": {"<think>": 6}}, "<think>", None),
+    ({MAP: {"eos_token": "<|stop|>"}}, "<|stop|>", 800),
+    ({CONFIG: {"additional_special_tokens": ["<|tool|>"]}}, "<|tool|>", 800),
+])  # fmt: skip
+def test_tokens_to_which_transformers_gives_another_id_are_refused(files, token, given, tmp_path):
+    """Or none, or one that no file says."""
+    path = directory_of(tmp_path / "base", {MAP: {"eos_token": "<|im_end|>"}} | files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    assert theirs.convert_tokens_to_ids(token) == given
+    with pytest.raises(UserError, match=rf"tokenizer\.json has no '{re.escape(token)}'"):
+        load_tokenizer(str(path))
 
 
 def test_llama_3s_kind_with_tokens_beside_it(tmp_path):
