@@ -49,9 +49,6 @@ class LateWork(dist.Work):
 class LateGroup(dist.ProcessGroup):
     supports_coalescing = False  # torch 2.14 asks a group's backend
 
-    def _get_backend(self, device: torch.device) -> "LateGroup":
-        return self
-
     def __init__(self, gloo, store: dist.Store, rank: int, size: int):
         super().__init__(rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -60,6 +57,9 @@ class LateGroup(dist.ProcessGroup):
         self.real._set_default_backend(kind)
         self.barrier = self.real.barrier
         self.name = ""
+
+    def _get_backend(self, device: torch.device) -> "LateGroup":
+        return self
 
     def setGroupName(self, name: str) -> None:
         self.name = name
