@@ -1,9 +1,8 @@
-"""CUDA's branches without a GPU: devices and dtypes fit together in each split and technique, and
-the host waits for the GPU once a step, where it prints.
+"""CUDA's branches without a GPU: devices and dtypes fit together, and the host waits once a step.
 
-tests/workers/fake_cuda.py takes the steps with fake tensors, in processes of its own: torch itself
-says what does not fit. Nothing is computed there, so what attention by lengths computes is compared
-in test_documents and test_context_parallel, with numbers."""
+tests/workers/fake_cuda.py takes steps of each split and technique with fake tensors, in processes
+of its own: torch itself says what does not fit. Nothing is computed there, so what attention by
+lengths computes is compared in test_documents and test_context_parallel, with numbers."""
 
 import functools
 import json

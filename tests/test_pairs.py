@@ -1,5 +1,6 @@
-"""text/pairs.py: a pair of each layout is what is written out here, and what trl reads where it
-knows the layout. What is no pair is refused; fields that are not read are named."""
+"""text/pairs.py: a pair of each layout is what is written out here, and what trl makes of it.
+
+trl does not know all layouts. What is no pair is refused; fields that are not read are named."""
 
 import copy
 import itertools

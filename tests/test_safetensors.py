@@ -1,6 +1,6 @@
-"""files/safetensors.py against the safetensors package: each reads what the other writes, in every
-bit, and both refuse malformed headers. Files that shrink or say too much of themselves are refused,
-too."""
+"""files/safetensors.py and the safetensors package read each other's files, in every bit.
+
+Both refuse malformed headers. Files that shrink, or are shorter than they say, are refused, too."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""text/settings.py: the special tokens, ends and templates that files beside a tokenizer name are
-those that transformers takes of them. Where it takes other ids than a file says, we refuse."""
+"""text/settings.py: what files beside a tokenizer name is what transformers takes of it.
+
+That is special tokens, ends and templates. Where it takes other ids than a file says, we refuse."""
 
 import functools
 import json
