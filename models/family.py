@@ -9,6 +9,8 @@ model.py is Llama. Another model is one file, here or a student's own, that says
     torchrun train.py --model mine.py            its first preset
     torchrun train.py --model mine.py:large      another
 
+What classes of layers may say of themselves is listed in techniques/technique.py.
+
 A checkpoint names the file of its model and never brings it: a file of somebody's checkpoint could
 run any code. So mine.py must lie in the folder where a command is given, or beside model.py.
 """

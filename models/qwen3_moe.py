@@ -35,7 +35,7 @@ def plan():
 # All blocks have experts, whose K weights add up to 1.
 SUPPORTED = dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
 
-QWEN3_30B = Qwen3MoeConfig(
+QWEN3_30B = Qwen3MoeConfig(  # D, layers, H, KV, F, V, longest sequence, norm_eps, theta
     2048, 48, 32, 4, 768, 151_936, 40_960, 1e-6, 1e6,
     head_dim=128, n_experts=128, top_k=8, balance="none",
 )  # fmt: skip

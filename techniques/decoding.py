@@ -101,14 +101,14 @@ def stream(
     batch.read(prompts, length)
     step = batch.repeated_step()
     drawn = 1  # tokens of each row, the first of them by `read`
-    seen = 0  # of these by the host
+    looked_at = 0  # of these by the host
     is_running = [True] * len(prompts)
     while True:
-        for tokens in batch.look(seen, drawn):
+        for tokens in batch.look(looked_at, drawn):
             if any(is_running):
                 yield [token if runs else None for token, runs in zip(tokens, is_running)]
                 is_running = [runs and token not in stop for token, runs in zip(tokens, is_running)]
-        seen = drawn
+        looked_at = drawn
         n_running = sum(is_running)
         to_draw = min(LOOK_AFTER.get(device.type, 8), max_new_tokens - drawn)
         if not to_draw or not over_ranks(n_running):

@@ -126,8 +126,8 @@ def is_attention(operator: str) -> bool:
 
 def _selective_contexts():
     """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
-    that are marked, but not of LoRA's thin products. In 8 bits, also save the largest element of
-    each tensor or row, so that backward does not read all elements to find it again."""
+    that are marked, but not of LoRA's thin products; the experts that a router has chosen; in 8
+    bits, the largest element of each tensor or row, which backward need not find again."""
     has_mark = {}  # context.is_recompute -> True from a mark to the next product
 
     def policy(context, op, *args, **kwargs):

@@ -150,6 +150,9 @@ def test_faults_are_of_lines_that_are_there():
     faults = [*ALL]
     faults += [(file, old, new) for file, old, new, *_ in test_fake_cuda.FAULTS]
     faults += [(file, old, new) for _, file, old, new, _ in test_nccl.FAULTS]
+    for fault in test_mutants.FAULTS:
+        file, old, new, *_ = getattr(fault, "values", fault)  # of a slow case
+        faults.append((file, old, new))
     partly = [edits for edits, _ in test_mutants.PARTLY.values()]
     for edits in (*test_mutants.RIGHT.values(), *partly, *test_mutants.WRONG.values()):
         faults += [("model", old, new) for old, new in edits.items()]

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import (
+    HAS_2_13,
     alone,
     changed_copy,
     launch,
@@ -180,6 +181,8 @@ def test_a_changed_reward_is_told_on_resume(given, tmp_path, capsys):
 )
 def test_compiled_blocks_sample_what_is_trained(given, tmp_path, backend, mesh):
     """Steps of sampling are compiled, too. Evaluations are of other numbers of answers."""
+    if backend == "inductor" and not HAS_2_13:
+        pytest.skip("torch 2.11 has another dtype for a sum of its compiled attention in float64")
     succeed(*command(given, tmp_path / "eager"))
     by_backend = f'forward, backend="{backend}", dynamic'
     within = with_fault(tmp_path / "copy", "recompute", "forward, dynamic", by_backend)
