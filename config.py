@@ -235,7 +235,7 @@ class ParallelConfig:
 
 # Groups of ranks that communicate, those whose ranks are farthest apart first.
 DIMS = ("pp", "replicate", "shard", "cp", "ep", "tp")
-OWN_GROUPS = ("cp", "ep")  # no dimensions of the mesh: their ranks are neighbours along shard or tp
+OWN_GROUPS = ("cp", "ep")  # no dimensions of the mesh, but neighbours along several of them
 # Group -> where a table counts it: FSDP shards experts along expert_shard, which counts as shard.
 PART_OF = {dim: dim for dim in DIMS} | {"expert_replicate": "replicate", "expert_shard": "shard"}
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}

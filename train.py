@@ -263,10 +263,10 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # A run from scratch takes Muon, others AdamW, if no flag says otherwise. Matrices alone have
-    # weight decay. Muon is for matrices of blocks, and needs them whole: ranks send each other the
-    # parts of their momentum, each orthogonalizes some matrices, and sends back parts of their
-    # updates. All else, embedding and output too, AdamW updates where it is.
+    # A run from scratch takes Muon, others AdamW, if no flag says otherwise. Matrices alone decay,
+    # those of adapters only if asked. Muon is for matrices of blocks, and needs them whole: ranks
+    # send each other the parts of their momentum, each orthogonalizes some matrices, and sends back
+    # parts of their updates. All else, embedding and output too, AdamW updates where it is.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

@@ -79,6 +79,7 @@ class Waits(TorchDispatchMode):
 def record(step: Callable[[], None]) -> Callable[[], None]:
     """Record a step, without running it. Return a function that runs it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may save
+    # Other threads may use the GPU meanwhile, to save a checkpoint.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
