@@ -356,8 +356,7 @@ def local_batch(order: Order, world, dataset: Windows, step: int) -> Batch:
 
 def batch_of(dataset: Windows | Packed, rows: Sequence[int | None], world) -> Batch:
     """Return this rank's tokens of some rows, on its device; None is a row without targets."""
-    if isinstance(dataset, Rows):  # a Packed with one sample a row: as long as the longest of them,
-        # rounded up, so that ranks can share it
+    if isinstance(dataset, Rows):  # as long as the longest, rounded up: so ranks can share it
         batch = dataset.batch(rows, multiple=world.parallel.multiple_of_tokens)
     else:
         batch = dataset.batch(rows)

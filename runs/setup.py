@@ -47,7 +47,7 @@ class Job:
     whole: Llama  # an unsplit copy on meta, Work.model: memory and traffic follow from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
-    train_set: Windows  # or a Packed of text/packing.py, used the same way
+    train_set: Windows  # or a Packed of text/packing.py, used the same way; or runs/answers.Prompts
     val_set: Windows
     data_checksum: int  # by which a resumed run notices other data
     exam: object | None  # an Exam of text/exams.py, taken at evaluations
