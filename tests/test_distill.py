@@ -121,7 +121,7 @@ def test_an_exam_gets_cross_entropies():
     targets = torch.randint(V, (2, 3))
     given = hidden, weight, targets, Vocabulary(V)
     task = SimpleNamespace(batch=None)
-    assert torch.equal(Distillation.divergence(task, *given), cross_entropies(*given))
+    assert torch.equal(Distillation.sum_of_divergences(task, *given), cross_entropies(*given))
 
 
 # ------------------------------------------------------------------------------------------ runs
