@@ -17,6 +17,7 @@ from conftest import (
     changed_copy,
     launch,
     metrics,
+    parsed_by,
     refused,
     slow,
     succeed,
@@ -382,6 +383,13 @@ def test_advantages():
     # The same sum in another order, or a square that is 0 in float64, is no difference.
     nearly_equal = torch.tensor([[0.1 + 0.2, 0.3], [0, 1e-200]], dtype=torch.float64)
     assert advantages_of(nearly_equal, "std")[0].abs().max() < 1e-9
+
+
+def test_a_ratio_of_0_is_no_bound():
+    """Its logarithm is not finite."""
+    run = parsed_by("rewards.py", "--init=base", "--reward=reward.py", "--clip-ratio", "1", "0.2")
+    with pytest.raises(UserError, match="the first distance is below 1"):
+        run.check()
 
 
 def test_evaluations_draw_with_numbers_that_training_has_not():
