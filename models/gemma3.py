@@ -200,6 +200,7 @@ MODEL = Family(
         ),
         supported=SUPPORTED,
         absent=("hidden_act", "mlp_bias", "use_sliding_window"),
+        nulls=dict(sliding_window=None),
         scaling=LINEAR,
         prepare=prepare,
         read=read,

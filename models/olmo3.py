@@ -104,6 +104,7 @@ MODEL = Family(
         defaults=dict(
             rope_theta=THETA, rms_norm_eps=1e-5, sliding_window=4096, beta_fast=32, beta_slow=1
         ),
+        nulls=dict(sliding_window=None),
         scaling=YARN,
         prepare=prepare,
         read=read,

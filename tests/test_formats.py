@@ -146,6 +146,7 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
 
 
 CONFIGS = PLAIN, SCALED, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, DEEPSEEK_LONG
+CONFIGS += OLMO2, OLMO3, GEMMA3
 
 
 def without(fields: dict, name: str) -> dict:
@@ -156,17 +157,26 @@ def without(fields: dict, name: str) -> dict:
 def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
     """Each field of config.json is left out in turn, or null: as transformers 5 writes it, and with
     fields for RoPE as transformers 4 did."""
-    config = replace(config, rope_theta=3e4, norm_eps=3e-4)  # no model's defaults
+    # No model's defaults. But of an old file of OLMo 3 transformers 5 takes rope_theta for layers
+    # without a window alone, and 500,000 for the others.
+    theta = 5e5 if family_of(config).name == "olmo3" else 3e4
+    config = replace(config, rope_theta=theta, norm_eps=3e-4)
     transformers_model(config).save_pretrained(tmp_path)
     new = json.loads((tmp_path / "config.json").read_text())
-    rope = new["rope_parameters"]
-    old = without(new, "rope_parameters") | {"rope_theta": 3e4}
+    ropes = new["rope_parameters"]  # with windows, one of each kind of layers
+    rope = ropes["full_attention"] if config.windows else ropes
+    old = without(new, "rope_parameters") | {"rope_theta": theta}
+    if config.windows:
+        old["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
     if "head_dim" not in family_of(config).published.absent:
         old["head_dim"] = config.head_dim
     if config.rope_scaling != 1:
         old["rope_scaling"] = without(rope, "rope_theta")
     changed = [old | {key: None} for key in old]
-    changed += [new | {"rope_parameters": without(rope, key)} for key in rope]
+    for key in rope:
+        less = without(rope, key)
+        less = ropes | {"full_attention": less} if config.windows else less
+        changed.append(new | {"rope_parameters": less})
     changed += [old | {"original_max_position_embeddings": 4096}]
     for written in (new, old):
         changed += [without(written, key) for key in written]
@@ -184,6 +194,8 @@ def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
             continue  # one of us does not load it
         if fields not in loaded:
             logits_agree(model, reference)
+        if config.windows:  # which may be longer than these texts
+            assert ours.window == theirs["sliding_window"]
         assert ours == loaded.setdefault(fields, ours)
         n += 1
     assert len(loaded) > 3 and n > len(changed) / 3

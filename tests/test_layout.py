@@ -47,8 +47,8 @@ REACH = {  # tokens of code that `import` runs, at most
 }  # fmt: skip
 TOKENS = {  # of a folder's code, at most
     "top": 31_587, "techniques": 26_536, "costs": 9_607, "perf": 12_437, "runs": 19_452,
-    "files": 15_009, "models": 8_332, "text": 18_191, "plumbing": 9_542, "labs": 68_320,
-    "tests": 166_323, "docs": 11_162,
+    "files": 15_009, "models": 8_350, "text": 18_191, "plumbing": 9_542, "labs": 68_320,
+    "tests": 166_407, "docs": 11_162,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

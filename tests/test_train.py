@@ -365,7 +365,7 @@ def test_another_batch_goes_on_in_the_data_where_the_run_stopped(documents, tmp_
         if "epochs" in given:
             arguments = [word for word in arguments if "--steps" not in word]
         told = succeed("train.py", *arguments, "--resume").err
-        assert ("sequences have another order" in told) == ("seq_len" in given)
+        assert ("sequences may have another order" in told) == ("seq_len" in given)
         rows = metrics(tmp_path / out)
         return [row["loss"] for row in rows], [row["tokens"] for row in rows]
 
