@@ -164,7 +164,7 @@ _is_child, _parent = False, 0
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _script = os.path.realpath(sys.argv[0])
 if os.path.dirname(_script) == _root and os.path.isfile(_script):  # that of `python -c` is none
-    # This file is imported first, so it was Python that imported this, to start a child of ours.
+    # Nothing of ours has imported this module yet: Python did, to start a child of our script.
     _is_child = "multiprocessing.spawn" in sys.modules
     if _is_child or "TORCHELASTIC_RUN_ID" in os.environ:  # else this run may outlive its shell
         _parent = os.getppid()

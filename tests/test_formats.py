@@ -175,7 +175,8 @@ def test_a_missing_field_is_transformers_default_or_refused(config, tmp_path):
     changed = [old | {key: None} for key in old]
     for key in rope:
         less = without(rope, key)
-        less = ropes | {"full_attention": less} if config.windows else less
+        if config.windows:
+            less = ropes | {"full_attention": less}
         changed.append(new | {"rope_parameters": less})
     changed += [old | {"original_max_position_embeddings": 4096}]
     for written in (new, old):

@@ -86,7 +86,7 @@ def test_sigterm_ends_a_run_and_its_ranks(tmp_path):
 
     threading.Thread(target=end_this_process).start()
     with pytest.raises(KeyboardInterrupt):
-        launch(tmp_path, ["hangs.py"], 1)
+        launch(tmp_path, ["hangs.py"], 1, timeout=120)
     deadline = time.monotonic() + 60
     while is_running(int(pid.read_text())):
         assert time.monotonic() < deadline
