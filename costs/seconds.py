@@ -127,14 +127,15 @@ def backwards(work: Work) -> int:
     return 2 if work.model.tok_embeddings.weight.requires_grad else 1
 
 
-def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, float]:
-    """Return the seconds of forward and backward of a microbatch on one rank, by part, without
-    communication: of a `stage` of a pipeline, which is the whole model where there is none."""
+def compute_time(work: Work, machine: Machine, pp_rank: int = 0) -> dict[str, float]:
+    """Return the seconds of forward and backward of a microbatch on rank `pp_rank` along pp, by
+    part, without communication."""
     c = work.model.config
     p = work.parallel
     stages = p.pp * p.stages_per_rank
-    L = len(layers_of(stage, stages, c.n_layers))
-    V = c.vocab_size if stage == stages - 1 else 0
+    own = range(pp_rank, stages, p.pp)
+    L = sum(len(layers_of(stage, stages, c.n_layers)) for stage in own)
+    V = c.vocab_size if pp_rank == p.pp - 1 else 0
     w = p.weight_bytes
     gain = math.prod(technique.gain for technique in used_techniques(p))
     rate = machine.peak * machine.matmul_fraction
@@ -168,13 +169,10 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     p = work.parallel
     m = work.microbatches
     rate = machine.peak * machine.matmul_fraction
-    of_stages = [compute_time(work, machine, stage) for stage in range(p.pp * p.stages_per_rank)]
-    seconds_of_stages = [sum(of_stage.values()) for of_stage in of_stages]
-    busy = [sum(seconds_of_stages[rank :: p.pp]) for rank in range(p.pp)]
-    busiest = busy.index(max(busy))
-    parts = {}
-    for name in of_stages[0]:
-        parts[name] = m * sum(of_stage[name] for of_stage in of_stages[busiest :: p.pp])
+    # The first rank has as many blocks as any, and the last has the logits.
+    of_ranks = {rank: compute_time(work, machine, rank) for rank in (0, p.pp - 1)}
+    busiest = max(of_ranks, key=lambda rank: sum(of_ranks[rank].values()))
+    parts = {name: m * seconds for name, seconds in of_ranks[busiest].items()}
 
     traffic = sends(work, busiest)
     parts["passes"] += 2 * copied_bytes(traffic) / machine.bandwidth

@@ -44,7 +44,7 @@ class Unit(NamedTuple):
     kind: str = ""  # "expert_": it is sharded over mesh dimensions with this before their names
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(4096)
 def shapes_on_rank(module: nn.Module, path: str, config: LlamaConfig, tp: int) -> list[LocalShape]:
     """Return the parameters of the module at `path` of a model, as one of `tp` ranks has them.
     Raises UserError for one that PLAN does not cover."""

@@ -30,9 +30,10 @@ def emulation_table(planned: Work) -> list[str]:
     The first line says by how much the page is off at the peak."""
     work = emulated(planned)
     if work is None:
-        dp = planned.parallel.dp
-        most = MOST_BYTES / 1e9
-        return [f"--check: not done: --dp {dp} needs real tensors, here of more than {most:g} GB"]
+        return [
+            f"--check: not done: --dp {planned.parallel.dp} needs real tensors, here of more than "
+            f"{MOST_BYTES / 1e9:g} GB"
+        ]
     counted_traffic, counted = emulate(work)
     traffic = sends(work, 0)
     held = holds(work, 0)

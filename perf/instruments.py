@@ -70,10 +70,9 @@ def run_in_turns(contestants: Contestants, repeats: int) -> Rounds:
             seconds = {"step": time.perf_counter() - start}
             if callable(result):  # time stamps, which are read when the clock has stopped
                 seconds |= result()
-            if i == 0:
-                continue  # it warms up
-            for part, time_of_part in seconds.items():
-                rounds[name][part].append(time_of_part)
+            if i > 0:  # round 0 warms up
+                for part, time_of_part in seconds.items():
+                    rounds[name][part].append(time_of_part)
     return rounds
 
 
@@ -317,9 +316,7 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
-    inputs = tokens[:, :-1]
-    targets = tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, None, 1)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1)
 
 
 def fill_randomly(model: Llama) -> None:
@@ -425,9 +422,11 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
         optimizer = make_optimizer(model, world)
         batches = itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
-        # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
+        # Step 1 makes the optimizer's state, and step 2 DDP's final buckets. For both a microbatch
+        # is enough, or one for each rank of a pipeline.
+        first = batch.microbatches(work.microbatch * parallel.pp)[0]
         for _ in range(2 if needs_real_tensors(parallel) else 1):
-            training.accumulate(batch)
+            training.accumulate(first)
             optimizer.step()
             zero_gradients(optimizer, world)
         counted, memory = training.count()

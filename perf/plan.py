@@ -13,6 +13,7 @@ import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
@@ -25,7 +26,7 @@ from parallel import refusal
 from perf.emulated import emulation_table
 from perf.instruments import build_on_meta, check_writable
 from perf.reports import write_json
-from plumbing.messages import UserError
+from plumbing.messages import UserError, with_progress
 from runs.changed import prediction_note
 from techniques import nf4
 from techniques.optimizers import peak_rate
@@ -98,7 +99,8 @@ def plan_cluster(
     if not plans[0].fits:
         raise UserError(explain_nothing_fits(plans[0]))
     if json_file:  # here alone each plan is timed, whether it fits or not
-        write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
+        rows = [json_row(plan) for plan in with_progress(plans, "seconds of plans")]
+        write_json(json_file, sorted(rows, key=itemgetter("seconds")))
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:
@@ -241,12 +243,17 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
     headings = "strategy and mesh, activations, batch, GB, sends GB, seconds, it loses by"
     rows = [headings.split(", ")]
     for plan in ranked:
-        row = [name_of(plan), plan.activations, f"{plan.work.microbatch}"]
-        row.append(f"{plan.memory['peak'] / 1e9:,.3g}")
-        row.append(f"{plan.sent / 1e9:,.3g}")
-        row.append(f"{plan.seconds:,.3g}")
-        row.append(reason(plan, ranked[0], machine))
-        rows.append(row)
+        rows.append(
+            [
+                name_of(plan),
+                plan.activations,
+                f"{plan.work.microbatch}",
+                f"{plan.memory['peak'] / 1e9:,.3g}",
+                f"{plan.sent / 1e9:,.3g}",
+                f"{plan.seconds:,.3g}",
+                reason(plan, ranked[0], machine),
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

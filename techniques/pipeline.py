@@ -130,7 +130,7 @@ def keep_own_stages(model: Llama, rank: int, p: int, v: int) -> None:
         model.norm = model.output = None
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
     """Return what keep_own_stages would leave of a model, which stays whole; the two share their
     modules."""
