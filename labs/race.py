@@ -113,8 +113,9 @@ def apply_patch(patch: Path, directory: Path) -> None:
     command = ["git", "apply", str(patch.resolve())]
     # If the copy lay within a repository, git would skip files unknown there, and say nothing.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}
-    output = dict(stderr=subprocess.PIPE, text=True)
-    applied = subprocess.run(command, cwd=directory, env=environment, **output)
+    applied = subprocess.run(
+        command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True
+    )
     if applied.returncode:
         problem = applied.stderr.strip().splitlines()[0].removeprefix("error: ")
         raise UserError(f"{patch} does not fit the last commit: {problem}")

@@ -263,12 +263,13 @@ def main() -> None:
         teacher.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
     args = parser.parse_args()
     check_flags(parser, args)
-    if args.command in ("release", "grade") and not args.lab:
-        raise UserError(f"{args.command} which directory?")
-    if args.command == "new" and not args.lab:
-        raise UserError("new needs a name: python labs/run.py new NAME")
-    if args.command not in ("list", "predict") and not args.lab:
-        raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
+    if not args.lab:
+        if args.command in ("release", "grade"):
+            raise UserError(f"{args.command} which directory?")
+        if args.command == "new":
+            raise UserError("new needs a name: python labs/run.py new NAME")
+        if args.command not in ("list", "predict"):
+            raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False
     for text in COMMANDS[args.command][0](args):
         print(text, flush=True)

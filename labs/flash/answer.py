@@ -20,10 +20,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
     backward give q, k and v their gradients.
 
     q, k, v [B, H, T, E]: query i meets the keys 0 to i. `tile` need not divide T
-    Scores exist for `tile` queries and `tile` keys at a time, and tiles in which all keys come
-    after all queries are not computed. No tensor has more elements than q, or than a tile has. From
-    forward to backward are kept q, k, v, the output, and one number for each query and head.
-    Scores may be so large that their exp is infinite.
+    Scores exist for `tile` queries and `tile` keys at a time. Forward computes each tile once, and
+    tiles in which all keys come after all queries are never computed. No tensor has more elements
+    than q, or than a tile has. From forward to backward are kept q, k, v, the output, and one
+    number for each query and head. Scores may be so large that their exp is infinite.
     """
     # >>>
     scale = q.shape[3] ** -0.5

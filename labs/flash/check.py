@@ -89,11 +89,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             forward = flops.get_total_flops()
             if out.requires_grad:
                 out.backward(grad)
+            backward = flops.get_total_flops() - forward
         gradients = of_tensors(*given)
         found[name] = {"out": out.detach(), "gradients": gradients}
         if name == "":
-            pairs = forward / (4 * E * B * H)  # two products of 2 E FLOPs
-            found |= {"largest": largest.shape, "pairs": pairs, "kept": kept}
+            product = 2 * E * B * H  # FLOPs for each pair of a query and a key
+            found |= {"pairs": forward / 2 / product, "backward": backward / product}
+            found |= {"largest": largest.shape, "kept": kept}
             found |= {"peak": live.peak - before, "kernels": sorted(largest.kernels)}
     return found
 
@@ -126,7 +128,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         yield compare.tensors(f"gradients{name}", found, gradients, text, mistake)
     T = CASES[""][0]
     (kernels,), (shape,), (pairs,) = (results[key] for key in ("kernels", "largest", "pairs"))
-    (kept,), (peak,) = results["kept"], results["peak"]
+    (kept,) = results["kept"]
     text = ", ".join(kernels) or "matrix products"
     yield Property("computed by", text, not kernels, "Attention is what you are to write.")
     whole = B * H * T * E
@@ -137,8 +139,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     }
     text = f"{list(shape)}; q has {[B, H, T, E]}"
     yield Property("largest tensor", text, shape.numel() <= whole, mistakes)
-    ends = [min(start + TILE, T) for start in range(0, T, TILE)]
-    wanted = sum((end - start) * end for start, end in zip([0, *ends], ends))
+    wanted = sum(min(TILE, T - start) * (T - start) for start in range(0, T, TILE))
     mistakes = {
         "Tiles in which all keys come after all queries are computed for nothing.": pairs >= T * T,
         "Scores are computed more often than once in forward.": pairs > wanted,
@@ -146,11 +147,18 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     }
     text = f"{pairs:,.0f} of query and key; tiles up to the diagonal have {wanted:,}"
     yield Property("pairs", text, round(pairs) == wanted, mistakes)
+    yield compare.at_most(
+        "backward",
+        results["backward"],
+        7 * wanted,
+        "{:,.0f} products of query and key; two loops over tiles need {:,}",
+        "Backward computes more than tiles need: also those whose keys all come after the queries?",
+    )
     one_number = B * H * T * 8
     limit = one_number + 4 * T * 8  # and a few numbers for each position, which serve all heads
     text = f"{kept:,} bytes beside the output; a number a query and head has {one_number:,}"
     mistakes = {KEPT: kept >= whole * 8, "One number for each query and head is enough.": True}
     yield Property("kept", text, kept <= limit, mistakes)
-    limit = round(8 * whole * 5 + 8 * B * H * TILE * TILE * 8)
-    text = f"{peak:,} bytes at most; five tensors like q, and eight tiles, have {limit:,}"
-    yield Property("live memory", text, peak <= limit, PEAK)
+    limit = 8 * whole * 5 + 8 * B * H * TILE * TILE * 8
+    text = "{:,} bytes at most; five tensors like q, and eight tiles, have {:,}"
+    yield compare.at_most("live memory", results["peak"], limit, text, PEAK)

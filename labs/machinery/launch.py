@@ -28,14 +28,15 @@ def launch(
     threads = str(max(1, 2 // ranks))
     environment = {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", **environment}
     with tempfile.TemporaryFile("w+") as errors:
-        output = dict(stdout=subprocess.PIPE, stderr=errors, text=True)
         handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         started = [
             subprocess.Popen(
                 [*torchrun, str(node), *command],
                 cwd=directory,
                 env=os.environ | environment,
-                **output,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
             for node in range(nodes)
         ]

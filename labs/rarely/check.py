@@ -69,10 +69,11 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         alone.train(meeting)
         moments = alone.moments()
         with Counted(world) as counted:
-            result = outer_step(weights, outer, momenta, LR, MOMENTUM, alone.optimizer)
+            result = outer_step(weights, [*outer], [*momenta], LR, MOMENTUM, alone.optimizer)
         check_returned(result, list, "the outer copy, a list")
         found["weights"].append(alone.weights())
-        found["outer"].append(dict(zip(alone.weights(), [copy.clone() for copy in outer])))
+        copies = [copy.clone() for copy in result]
+        found["outer"].append(dict(zip(alone.weights(), copies, strict=True)))
         found["changed"].append(not all(map(torch.equal, moments, alone.moments())))
         found["sent"].append(compare.nbytes_of(counted.sent))
         found["gathered"].append("all-gather" in compare.by_kind(counted.sent))

@@ -76,4 +76,4 @@ def checkpointing(
 # Files that are renamed one by one can be of different steps (composer PR #2146). Where the order
 # of the data is not saved, they start over, and the loss looks fine (accelerate PR #4232, ms-swift
 # #10050). Against a power failure, files also have to be synced to the disk before the rename: see
-# `sync` in checkpoint.py.
+# `sync` in files/directories.py.
