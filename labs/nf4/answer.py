@@ -5,8 +5,8 @@ A frozen matrix is only read, so it may lie in memory in 4 bits a weight: an eig
 weights are: close together around 0. They reach from -1 to 1, so blocks of weights have scales. The
 matrix itself is there only while it is multiplied, in forward and once more in backward.
 
-Read: the head of techniques/nf4.py, point 3 in the head of lora.py, and the documentation of
-torch.bucketize.
+Read: the head of techniques/nf4.py, the docstring of `LoRALinear` in lora.py, and the documentation
+of torch.bucketize.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function with the results and gradients of `forward` that saves only its inputs.
 
     forward(x, *others) is that of a block: x [B, T, D] and the parameters need gradients, the
-    others (cosine, sine; some are None) do not. It may use random numbers, as dropout does, from
+    others (rotation, mask; some are None) do not. It may use random numbers, as dropout does, from
     torch's generator: torch.get_rng_state, torch.set_rng_state.
     """
 
