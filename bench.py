@@ -83,8 +83,8 @@ PARALLELISM = "parallelism: only plans with the given values"
 
 def cluster(text: str) -> tuple[int, int]:
     """Argument type: GPUs of a cluster, or NODESxGPUS. Return all GPUs, and those of a node."""
-    nodes, _, gpus = text.rpartition("x")
-    if nodes:
+    nodes, x, gpus = text.rpartition("x")
+    if x:
         return positive_int(nodes) * positive_int(gpus), positive_int(gpus)
     return positive_int(gpus), min(8, positive_int(gpus))
 

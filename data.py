@@ -51,7 +51,7 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 # ---------------------------------------------------------------------------------- token files
 
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
-ROUND_LENGTH = 1000  # sequences in a round, in which each source has exactly its share
+ROUND_LENGTH = 1000  # sequences in a round, about: a source has its share of them, rounded
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
@@ -85,7 +85,7 @@ def _write_token_files(
     documents = Counter()
     text_bytes = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
-        while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
+        while group := list(itertools.islice(pieces, 64)):  # 64 MB, or more if lines are long
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
             for piece, tokens in zip(group, arrays):
                 writer = writers[piece.split]
@@ -222,7 +222,7 @@ class Windows(ConcatDataset):
         """Return a checksum by which a resumed run notices other data.
 
         It covers the lengths of the files and all their tokens. Of more than 2^24 tokens it covers
-        4096, evenly spaced."""
+        about 4096, evenly spaced."""
         lengths = [len(file) for file in self.files]
         stride = 1 if sum(lengths) <= 1 << 24 else sum(lengths) // 4096
         checksum = zlib.crc32(repr(lengths).encode())
@@ -252,7 +252,7 @@ class Windows(ConcatDataset):
             # A document ends where the next one starts, and the last one with the batch.
             firsts = np.flatnonzero(column == start)
             lengths = np.diff(firsts, append=start.size).tolist()
-        tensors = map(torch.from_numpy, (tokens, targets))
+        tensors = torch.from_numpy(tokens), torch.from_numpy(targets)
         return Batch(*tensors, positions, text_bytes, lengths)
 
 
@@ -393,12 +393,6 @@ def list_left_out(reading: Reading, name: str) -> None:
 # --------------------------------------------------------------------------------- command line
 
 
-def add_reading_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--text-field", default="text", metavar="NAME", help="field of records that holds the text")
-    add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
-
-
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
@@ -415,7 +409,10 @@ def parse_args() -> argparse.Namespace:
         add = command.add_argument
         add("sources", nargs="+", help="text files, directories, or python: Python's own library")
         add("--out", type=Path, required=True, help=f"{out} to write")
-        add_reading_flags(command)
+        add("--text-field", default="text", metavar="NAME",
+            help="field of records that holds the text")
+        add("--skip-bad", action="store_true",
+            help="leave out what cannot be read; list it in a file")
     # fmt: on
     return parser.parse_args()
 

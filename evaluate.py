@@ -68,11 +68,12 @@ class Evaluation(ModelToLoad):
     def check(self) -> None:
         if not self.data and not self.exam:
             raise UserError("nothing to score: give --data, --exam or both")
+        if self.json and not self.exam:
+            raise UserError("--json is for the answers of an exam: give --exam, too")
         if self.json and self.json.exists():
             before = self.json.read_bytes()
             if b'"log_likelihoods"' not in before and b'"written"' not in before:
-                problem = f"--json {self.json} exists, and has no answers"
-                raise UserError(f"{problem}: give another name")
+                raise UserError(f"--json {self.json} exists, and has no answers: give another name")
 
 
 def load_split(
@@ -135,8 +136,8 @@ def main() -> None:
         print_rank_zero(f"{' '.join(asked.data)}: {losses}, {totals.count:,} tokens")
     if exam:
         scores, details = take_exam(model, exam, asked.microbatch, world)
-        n_questions = f"{len(details):,} questions"
-        print_rank_zero(f"{asked.exam}: {n_questions}: {describe_exam(scores)}", end="")
+        told = f"{len(details):,} questions: {describe_exam(scores)}"
+        print_rank_zero(f"{asked.exam}: {told}", end="")
         if asked.json and process.rank == 0:
             write_atomically(asked.json, "".join(f"{json.dumps(row)}\n" for row in details))
 

@@ -118,7 +118,8 @@ def measure_compare(works: dict[str, Work], asked, process: Process) -> str:
         costs[name] = count_costs(steps[name], world, before)
     rounds = run_in_turns(steps, asked.repeats)
     text, results = report(works, rounds, costs)
-    flags = {name: value for name, value in values_of(asked).items() if name != "json"}
+    flags = values_of(asked)
+    del flags["json"]
     write_json(asked.json, flags | describe_machine(process) | {"strategies": results})
     return text
 

@@ -29,7 +29,7 @@ from plumbing.flags import values_of
 from plumbing.messages import UserError
 from plumbing.processes import Process
 from plumbing.shards import allocate
-from techniques.decoding import stream
+from techniques.decoding import check_length, stream
 from techniques.kv_cache import KVCache
 
 COLUMNS = "prompt, contestant, ms a token, tokens/s, ratio to the first (quartiles), of the limit"
@@ -134,6 +134,7 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
         raise UserError("--max-new-tokens must be 2 or more: the first token does not count")
     batch = asked.batch
     n = asked.max_new_tokens
+    check_length(max(asked.seq_len), n, model.config.max_seq_len)
     model.to(asked.parallel.dtype)
     allocate(model, process.device)
     fill_randomly(model)
@@ -173,7 +174,8 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
             results.append(result)
     operators = operators_of_step(model)
     machine = {"copied_bytes_per_second": rate, "operators_of_a_token": operators}
-    flags = {name: value for name, value in values_of(asked).items() if name != "json"}
+    flags = values_of(asked)
+    del flags["json"]
     write_json(asked.json, flags | describe_machine(process) | machine | {"results": results})
     lines = markdown_table(COLUMNS.split(", "), rows)
     lines += [
@@ -189,7 +191,7 @@ def measure_generation(asked, model: Llama, process: Process) -> str:
 
 def copy_rate(device: torch.device) -> float:
     """Return the bytes a second that a device reads and writes when it copies memory."""
-    size = 2**30 if device.type == "cuda" else 2**27  # larger than any cache
+    size = 2**30 if device.type == "cuda" else 2**27  # larger than most caches
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rounds = run_in_turns({"copy": lambda: target.copy_(source)}, 5)

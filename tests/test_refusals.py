@@ -103,6 +103,7 @@ REFUSALS = """
 # ------------------------------------------------------------------------------------ data.py
 1 | tokenize --out {here} | exists: remove it
 1 | data.py train-tokenizer {text} --out {text} | exists: remove it
+1 | data.py train-tokenizer {sums} --text-field no --skip-bad --out {out} | there is no text
 1 | report.py {run} --out {text} | counting.txt exists, and is no page of report.py
 1 | tokenize --val-fraction 1 | no text to train on: give some, or less --val-fraction
 # ------------------------------------------------------------------ generate.py, checkpoint.py
@@ -115,6 +116,7 @@ REFUSALS = """
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} --exam {sums} --json {sums} | exists, and has no answers
+1 | evaluate.py {base} --data {text} --json {out} | the answers of an exam: give --exam, too
 3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
 1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
 # ----------------------------------------------------------------------------------- bench.py
@@ -123,11 +125,13 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
+1 | bench.py generate --model tiny --seq-len 8 2040 | are more than the 2048 tokens
 1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
 # ------------------------------------------------------------------------------ bench.py plan
 1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
 1 | plan --gpus 12 | is no multiple of 8, which a node has: give --gpus 16 for 2 full nodes
 1 | plan --gpus 4x | --gpus: expected an integer of at least 1
+1 | plan --gpus x4 | --gpus: expected an integer of at least 1
 1 | plan --gpus 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 # -------------------------------------------------------------------------------------- labs/
@@ -153,10 +157,12 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     writer = TokenFileWriter(foreign, "train", 1000)
     writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
-    places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
-    places |= dict(run=base.with_name("run"), other=foreign.with_name("other.model"))
-    places |= dict(killed=(killed := base.with_name("killed")))
-    places |= dict(with_w=(with_w := base.with_name("schedule.txt")))
+    killed = base.with_name("killed")
+    with_w = base.with_name("schedule.txt")
+    places = dict(
+        text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign, killed=killed,
+        with_w=with_w, run=base.with_name("run"), other=foreign.with_name("other.model")
+    )  # fmt: skip
     with_w.write_text("F0 B0 W0\nF0 B0 W0\n")
     train_tokenizer([str(text)], 300, places["other"])
     killed.mkdir()

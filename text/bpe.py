@@ -21,19 +21,21 @@ def train_tokenizer(
     sources: list[str], vocab_size: int, out: Path, reading: Reading | None = None
 ) -> None:
     """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
-    a `tokenizer.model`. Raise UserError if these are too few for the bytes and special tokens."""
+    a `tokenizer.model`. Raise UserError if these are too few for the bytes and special tokens,
+    or if there is no text."""
     smallest = 256 + N_SMALL_SPECIAL
     if vocab_size < smallest:
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
-    n_bytes = sum(path.stat().st_size for path in files)
-    stride = max(1, n_bytes // SAMPLE_BYTES)
+    stride = max(1, sum(path.stat().st_size for path in files) // SAMPLE_BYTES)
     words = Counter()
     documents = Counter()
     for i, piece in enumerate(read_pieces(files, reading or Reading())):
         documents[piece.split] += piece.starts_document
         if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
+    if not words:
+        raise UserError("there is no text to train a tokenizer on: give some")
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
     with hidden_until_complete(out) as hidden, open(hidden, "wb") as file:
         for i, token in enumerate(tokens):
@@ -43,7 +45,7 @@ def train_tokenizer(
     n_bytes = sum(n * len(word.encode()) for word, n in words.items())
     n_tokens = sum(n * len(trained.encode_ordinary(word)) for word, n in words.items())
     print(
-        f"{trained.n_vocab:,} of {vocab_size:,} tokens, {n_bytes / max(n_tokens, 1):.2f} bytes a "
+        f"{trained.n_vocab:,} of {vocab_size:,} tokens, {n_bytes / n_tokens:.2f} bytes a "
         f"token; {documents['train']:,} documents, and {documents['val']:,} held out",
         file=sys.stderr,
     )
@@ -67,7 +69,7 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
     # A word is a string with a character for each token, whose code is the token's id.
     in_tokens = [word.encode().decode("latin-1") for word in words]
     frequencies = list(words.values())
-    pair_counts: Counter[tuple[str, str]] = Counter()
+    pair_counts = Counter()
     words_with = defaultdict(set)  # pair -> indices of the words that contain it
     for w, word in enumerate(in_tokens):
         for pair in itertools.pairwise(word):
