@@ -10,7 +10,7 @@ do: "... #### 72". A reward of several parts is their sum; metrics.jsonl has the
 import re
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>\s*\S.*", re.DOTALL)
+FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?=\s*\S)(?:(?!</?think>).)*", re.DOTALL)
 
 
 def final_number(text: str) -> float | None:

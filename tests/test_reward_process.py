@@ -62,6 +62,7 @@ def test_rewards_may_be_given_in_several_ways(given, tmp_path):
     ("72 #### 71", "72", (0, 0, 0)),
     ("<think></think> 72", "#### 72", (1, 0, 0.1)),
     ("<think>a<think>b</think> 72", "#### 72", (1, 0, 0.1)),
+    ("<think>a</think><think>b</think> 72", "#### 72", (1, 0, 0.1)),
     ("<think>a</think>", "#### 72", (0, 0, 0)),
     ("", "#### 72", (0, 0, 0)),
     ("x" * 798 + "72", "-72", (0, 0, 0)),
