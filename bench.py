@@ -1,8 +1,8 @@
 """Measure the speed, memory and communication of training.
 
 python bench.py limit [--lora]
-                            a training step beside the bare matrix products of a step, and beside
-                            transformers' step or peft's
+                            a training step beside its bare matrix products and attention, and
+                            beside transformers' step or peft's
 torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp "fsdp --reshard none"] [--lora]
                             the same step, distributed and computed in different ways
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
@@ -104,7 +104,7 @@ class Comparison(Report):
     contestants: tuple[str, ...] = flag((),
         "a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
         f"'fsdp --reshard none'. {', '.join(STRATEGIES)}: values of --dp; wrong: hsdp that "
-        "shards across nodes; one: rank 0 alone; bare: its matrix products alone; transformers: "
+        "shards across nodes; one: rank 0 alone; bare: its products and attention; transformers: "
         "transformers' model and peft's adapters. All are in memory at once (default for compare: "
         "strategies, and ways to keep activations; for limit: bare transformers one)",
         is_positional=True, nargs="*", metavar="CONTESTANT")
@@ -125,7 +125,7 @@ class Comparison(Report):
 
 @dataclass(frozen=True)
 class Limit(Comparison):
-    """A training step beside the bare matrix products of a step, and beside transformers'."""
+    """A training step beside its bare products and attention, and beside transformers'."""
 
     contestants: tuple[str, ...] = other_default(Comparison, "contestants",
                                                  ("bare", "transformers", "one"))
@@ -142,7 +142,7 @@ class Generating(Report):
 
     contestants: tuple[str, ...] = flag((),
         "ours, compiled: with compiled blocks, transformers, static: transformers' with a cache "
-        "in place (default: ours, and transformers' two where it is installed)",
+        "of fixed size (default: ours, and transformers' two where it is installed)",
         is_positional=True, nargs="*", metavar="CONTESTANT")
     model: str = other_default(Comparison, "model", "medium")
     batch: int = flag(1, "prompts that are continued together")
@@ -268,7 +268,7 @@ def flags_of_step(words: list[str]) -> type[Run]:
 
 
 def step(asked: Measurement, run: Run) -> str:
-    """Set up a training as train.py or finetune_lora.py does, and measure its step."""
+    """Set up a training as its script does, and measure its step."""
     run.check()
     if run.updates > 1:
         raise UserError("bench.py step times one update: leave --updates out")
@@ -315,7 +315,7 @@ def step(asked: Measurement, run: Run) -> str:
 
 
 def writing_nothing(run: Run) -> Run:
-    """Return a run whose OUT may be that of another run, as --resume accepts it."""
+    """Return a run whose check accepts an OUT that holds a run, since nothing is written to it."""
     return replace(run, out=run.out or Path("out"), resume=True)
 
 

@@ -95,7 +95,7 @@ def load_split(
     sizes = dict(batch=None, seq_len=seq_len, microbatch=asked.microbatch, document=document)
     work = requested_work(parallel, whole, process, **sizes)  # one microbatch on each share
     check_parallel(work, asked.parallel.shard, process)
-    check_work(work, *techniques)  # add_adapters could not make layers in 4 bits of other sizes
+    check_work(work, *techniques)  # before add_adapters, which cannot make each size in 4 bits
     if adapter or bits == 4:
         add_adapters(model, lora, bits)
     model.requires_grad_(False)

@@ -105,7 +105,7 @@ def load_model(
 def compile_blocks(model: nn.Module) -> None:
     """Let each block's step be compiled at its first call, once for all blocks of a kind. Then the
     first answer takes longer to begin, and each token less."""
-    torch._dynamo.config.recompile_limit = 64  # of numbers of rows, and sizes of a cache
+    torch._dynamo.config.recompile_limit = 64  # graphs: by numbers of rows and sizes of a cache
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, dynamic=False)
 
@@ -120,8 +120,8 @@ class Memory:
     def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
         """Yield the tokens that continue a prompt, of which only what is new is read."""
         known = 0
-        # Without the newest old token, which may be in no cache, and the prompt's last, which is
-        # read for its logits.
+        # The last old token may not be in the cache, and the prompt's last one has to be read for
+        # its logits: so neither counts.
         for old, new in zip(self.tokens[:-1], prompt[:-1]):
             if old != new:
                 break

@@ -1,4 +1,4 @@
-"""Measure what one GPU can tell in half an hour, and print what is expected beside it.
+"""Measure what one GPU can tell, in parts of nine minutes, and print what is expected beside it.
 
     python docs/gpu.py --part A --out gpu.json     what decides: rates, a step of 8B, its kernels
     python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft

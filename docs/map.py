@@ -9,14 +9,16 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# From what is run to what everything needs: a folder imports only from those that come after it.
+# From what is run to what everything needs: a folder imports from those that come after it, and
+# from the top.
 FOLDERS = (
     ". perf runs costs files models techniques text plumbing labs labs/machinery docs tests".split()
 )
 HEAD = """# The map
 
-Every file with the first line of its docstring, made by `python docs/map.py`. A folder imports
-only from those that come after it, up to plumbing/; at the top, model.py imports nothing but torch.
+Every file with the first line of its docstring, made by `python docs/map.py`. Up to
+plumbing/, a folder imports only from those that come after it, and from the top, where model.py
+imports nothing of ours. labs/, docs/ and tests/ import from all.
 Each lab has a folder in labs/.
 """
 

@@ -1,6 +1,6 @@
-"""Draw the pictures of README.md and docs from what was measured.
+"""Draw the pictures of README.md and docs from what was measured or is predicted.
 
-    python docs/pictures.py                    docs/*.svg, from docs/measured; needs matplotlib
+    python docs/pictures.py                    docs/*.svg; needs matplotlib
     python docs/pictures.py --run out/tiny     the same, with the losses of a new run
 
 docs/measured.md has the commands that measured the rest. The pictures suit white and dark pages: a

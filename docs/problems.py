@@ -29,9 +29,9 @@ def problem(rng: random.Random) -> tuple[str, str, int]:
     question, steps, solve = rng.choice(KINDS)
     a, b, c = rng.randint(5, 20), rng.randint(2, 9), rng.randint(1, 6)
     answer = solve(a, b, c)
-    products = {"ab": a + b if "finds" in question else a * b, "bc": b * c}
+    results = {"ab": a + b if "finds" in question else a * b, "bc": b * c}
     given = dict(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b, c=c, answer=answer)
-    return question.format(**given), steps.format(**given | products), answer
+    return question.format(**given), steps.format(**given | results), answer
 
 
 def write(out: Path, texts: int = 60_000, prompts: int = 2_000) -> None:

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     pairs = [(a, b) for a in range(10) for b in range(10)]
     prompts = [json.dumps({"prompt": f"{a}+{b}="}) for a, b in pairs]
     lines = []
-    for a, b in rng.choices(pairs, k=40_000):  # two fifths are right
+    for a, b in rng.choices(pairs, k=40_000):  # 43 % are right, some of them by chance
         answer = a + b if rng.random() < 0.4 else rng.randrange(19)
         lines.append(json.dumps({"text": f"{a}+{b}={answer}"}))
     (out / "text.jsonl").write_text("\n".join(lines))

@@ -14,7 +14,7 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?=\s*\S)(?:(?!</?thi
 
 
 def final_number(text: str) -> float | None:
-    """Return the number after the last ####, or else the last one of a text; None without any."""
+    """Return the last number after the last ####, or of all without one; None if there is none."""
     _, _, marked = text.rpartition("####")
     numbers = NUMBER.findall(marked)
     return float(numbers[-1].replace(",", "")) if numbers else None

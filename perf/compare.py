@@ -6,8 +6,8 @@
 A contestant is a name, such as a value of --dp, and flags of train.py that say how a step is split
 and computed. All start from the same weights and train on the same batch: so their losses must
 agree, and they differ in time, memory and communication. Two are for scale: the bare matrix
-products of a step, and transformers' step with weights of its own (perf/rivals.py). They run in
-turns and stay in memory together.
+products and attention of a step, and transformers' step with weights of its own (perf/rivals.py).
+All run in turns and stay in memory together.
 """
 
 import statistics

@@ -37,8 +37,8 @@ OURS = ("ours", "compiled")
 
 
 def make_writer(name: str, model: Llama) -> Callable[[list[list[int]], int], list]:
-    """Return a function that continues prompts [B][T] by n tokens. It returns these [n][B], and the
-    wall and CPU time at which it had the first of them."""
+    """Return a function that continues prompts [B][T] by n tokens. It returns the new tokens
+    [n][B], and the wall and CPU time at which it had the first of each row."""
     if name in OURS:
         return partial(write, model, name == "compiled")
     if name in ("transformers", "static"):
@@ -57,8 +57,8 @@ def write(model: Llama, compiled: bool, prompts: list[list[int]], n: int) -> tup
 
 
 def transformers_writer(model: Llama, is_static: bool) -> Callable:
-    """Return such a function of transformers' generate, with the weights of `model` and its usual
-    cache or, if `is_static`, one in place."""
+    """Return such a function of transformers' generate, with the weights of `model` and a cache
+    that grows or, if `is_static`, one of fixed size."""
     parameter = next(model.parameters())
     device = parameter.device
     theirs = transformers_model(model, device).to(parameter.dtype).eval()

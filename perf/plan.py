@@ -2,11 +2,11 @@
 
     python bench.py plan --model llama3.1-8b --gpus 16
 
-A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
-schedule, a treatment of activations, a microbatch size and a value of --reshard
-(costs/plans.py). costs/ predicts its memory, its traffic and its time. The output begins with the
-best plan and the command that starts it; then a table has the best plan of each mesh, and why it
-loses.
+A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, the sizes of cp
+and ep, a pipeline's schedule, a treatment of activations, a microbatch size and a value of
+--reshard (costs/plans.py). costs/ predicts its memory, its traffic and its time. The output begins
+with the best plan and the command that starts it. Then a table has the best plan of each mesh, and
+why it loses.
 """
 
 import gc
@@ -240,7 +240,7 @@ def commands(plan: Plan, question: Question) -> list[str]:
 def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table, aligned: memory of a rank, and what it sends in a step; in a
     pipeline, of the rank with the most."""
-    headings = "strategy and mesh, activations, batch, GB, sends GB, seconds, it loses by"
+    headings = "strategy and mesh, activations, microbatch, GB, sends GB, seconds, it loses by"
     rows = [headings.split(", ")]
     for plan in ranked:
         rows.append(

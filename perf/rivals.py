@@ -1,6 +1,6 @@
-"""Steps to compare flatllama's with: the bare products of a step, and transformers' with peft's.
+"""Steps to compare flatllama's with: bare products and attention, and transformers' with peft's.
 
-They take what make_step takes: so bench.py compare and limit run them in turns with ours.
+Both functions take what make_step takes: so bench.py compare and limit run them in turns with ours.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Characters that a terminal would obey, and how they are printed."""
 
-# What a terminal would obey, or turn the text by: names in files are printed without, by translate.
+# Control characters, and those that reverse the direction of text. ESCAPED is for str.translate.
 CONTROL = [range(9), range(10, 32), range(127, 160), range(8232, 8239), range(8294, 8298)]
 ESCAPED = {}
 for codes in CONTROL:

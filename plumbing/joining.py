@@ -84,8 +84,8 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt
         set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes at the end of the heap
-        # M_MMAP_THRESHOLD: larger blocks still come from the system. glibc refused more than 32 MiB
-        # before 2.35, and then keeps the smallest threshold.
+        # M_MMAP_THRESHOLD: larger blocks still come from the system. Before 2.35 glibc refuses
+        # more than 32 MiB, and keeps its smallest threshold.
         set_option(-3, 2**30) or set_option(-3, 2**25)
 
 

@@ -120,7 +120,7 @@ _meetings = itertools.count()
 def meet() -> None:
     """Wait at the store until all ranks are here. Where they read files, each at its pace, a
     collective would give up after COLLECTIVE_TIMEOUT. Between short sleeps Python notices a signal.
-    The store, which one rank has, is asked a thousand times a second by all of them together."""
+    All ranks together ask the store a thousand times a second."""
     if not dist.is_initialized():
         return
     size = dist.get_world_size()
