@@ -78,7 +78,6 @@ from text.order import Order, Steps
 
 DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = "finetune_lora", "preferences", "rewards", "distill"  # that `step --lora` measures
-PARALLELISM = "parallelism: only plans with the given values"
 
 
 def cluster(text: str) -> tuple[int, int]:
@@ -197,7 +196,8 @@ class Plan(Report):
                                   type=positive_int)
     # Of the layouts all are tried; offloading of parameters is never planned.
     parallel: ParallelConfig = within(
-        ParallelConfig, [name for name in FLAGS if name != "offload"], PARALLELISM,
+        ParallelConfig, [name for name in FLAGS if name != "offload"],
+        "parallelism: only plans with the given values",
         dict.fromkeys(LAYOUTS, "all are tried") | dict(dtype="bfloat16", compile="compiled"),
         **dict.fromkeys(LAYOUTS), dtype=torch.bfloat16, compile=True,
     )
@@ -223,8 +223,7 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     """Return the step of a contestant of limit or compare on these processes."""
     from perf.compare import flags_of_contestant, is_alone  # here, as in `compare`
 
-    flags = flags_of_contestant(contestant).split()
-    wanted = parse(Contestant, flags).parallel
+    wanted = parse(Contestant, flags_of_contestant(contestant).split()).parallel
     parallel = decided(wanted, dtype=asked.parallel.dtype)
     process = replace(process, size=1) if is_alone(contestant) else process
     if parallel.reshard == "adapters" and not asked.lora:
@@ -254,17 +253,19 @@ def compare(asked: Comparison) -> str:
 def write(asked: Generating) -> str:
     from perf.generation import measure_generation  # here, since no other command needs it
 
-    no_adapters = LoRA(targets=())  # but matrices in 4 bits, if they are asked for
-    model = build_on_meta(find_preset(asked.model), no_adapters, base_bits=asked.base_bits)
+    # Without adapters, but with matrices in 4 bits if they are asked for.
+    model = build_on_meta(find_preset(asked.model), LoRA(targets=()), base_bits=asked.base_bits)
     return measure_generation(asked, model, init_distributed())
 
 
 def flags_of_step(words: list[str]) -> type[Run]:
     """Return the flags of the script that `bench.py step` measures, from its command line."""
-    if "--lora" not in words:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--lora", nargs="?", const=SCRIPTS[0])
+    script = parser.parse_known_args(words)[0].lora
+    if not script:
         return flags_of_pretraining(words)
-    after = [*words, ""][words.index("--lora") + 1]
-    return import_module(after if after in SCRIPTS else SCRIPTS[0]).SCRIPT.flags
+    return import_module(script if script in SCRIPTS else SCRIPTS[0]).SCRIPT.flags
 
 
 def step(asked: Measurement, run: Run) -> str:

@@ -103,7 +103,10 @@ def _write_token_files(
     train = writers["train"].n_tokens
     val = writers["val"].n_tokens
     if not train:
-        raise UserError("there is no text to train on: give some, or less --val-fraction")
+        raise UserError(
+            "there is no text, or all of it is held out: give more, or data.py tokenize a smaller "
+            "--val-fraction"
+        )
     bytes_per_token = text_bytes / (train + val)
     print(
         f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of "
@@ -396,8 +399,8 @@ def list_left_out(reading: Reading, name: str) -> None:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
-    names = "train-tokenizer|tokenize"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
+    commands = parser.add_subparsers(dest="command", required=True,
+                                     metavar="train-tokenizer|tokenize")
     train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,

@@ -34,7 +34,7 @@ from plumbing.new_files import write_atomically
 from plumbing.parser import parse, positive_int
 from plumbing.processes import Process, run
 from runs.flags import Pretraining
-from runs.rules import check_parallel, check_work, requested_work
+from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.scores import describe_exam, evaluate, take_exam
 from runs.setup import choose_work
 from techniques import nf4
@@ -92,8 +92,11 @@ def load_split(
         whole = config.build()
         model = config.build()  # the one that is split; `whole` answers what is refused
     document = seq_len if asked.chat else 0
-    sizes = dict(batch=None, seq_len=seq_len, microbatch=asked.microbatch, document=document)
-    work = requested_work(parallel, whole, process, **sizes)  # one microbatch on each share
+    # Without a batch, it is one microbatch on each share.
+    work = requested_work(
+        parallel, whole, process, None, seq_len, asked.microbatch, document=document
+    )
+    check_batch(work)
     check_parallel(work, asked.parallel.shard, process)
     check_work(work, *techniques)  # before add_adapters, which cannot make each size in 4 bits
     if adapter or bits == 4:
@@ -136,8 +139,8 @@ def main() -> None:
         print_rank_zero(f"{' '.join(asked.data)}: {losses}, {totals.count:,} tokens")
     if exam:
         scores, details = take_exam(model, exam, asked.microbatch, world)
-        told = f"{len(details):,} questions: {describe_exam(scores)}"
-        print_rank_zero(f"{asked.exam}: {told}", end="")
+        told = f"{asked.exam}: {len(details):,} questions: {describe_exam(scores)}"
+        print_rank_zero(told, end="")
         if asked.json and process.rank == 0:
             write_atomically(asked.json, "".join(f"{json.dumps(row)}\n" for row in details))
 

@@ -231,7 +231,8 @@ def main() -> None:
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process, args.chat_template)
-    adapter = args.adapter and find_adapter(args.adapter, metadata["directory"])
+    directory, config = metadata["directory"], metadata["model"]
+    adapter = args.adapter and find_adapter(args.adapter, directory)
     texts = args.prompt or [""]  # for a conversation, only to check the length
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompts = []
@@ -241,8 +242,7 @@ def main() -> None:
             prompts.append(encode_prompt(asked, tokenizer))
         else:
             prompts.append(tokenizer.encode(text, bos=True))
-    check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
-    directory, config = metadata["directory"], metadata["model"]
+    check_length(max(map(len, prompts)), args.max_new_tokens, config.max_seq_len)
     model = load_model(directory, config, adapter, args.base_bits, process.device)
     if args.compile:
         compile_blocks(model)

@@ -105,7 +105,7 @@ REFUSALS = """
 1 | data.py train-tokenizer {text} --out {text} | exists: remove it
 1 | data.py train-tokenizer {sums} --text-field no --skip-bad --out {out} | there is no text
 1 | report.py {run} --out {text} | counting.txt exists, and is no page of report.py
-1 | tokenize --val-fraction 1 | no text to train on: give some, or less --val-fraction
+1 | tokenize --val-fraction 1 | no text, or all of it is held out: give more ... --val-fraction
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py {base} --tokenizer {other} | trained with another tokenizer than ... other.model
 1 | generate.py {base} --prompt 🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂 | --max-new-tokens 200 are more
@@ -116,12 +116,14 @@ REFUSALS = """
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} --exam {sums} --json {sums} | exists, and has no answers
+1 | evaluate.py {base} --data {text} --seq-len 257 | exceeds the model's maximum: --seq-len 256
 1 | evaluate.py {base} --data {text} --json {out} | the answers of an exam: give --exam, too
 3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
 1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
 # ----------------------------------------------------------------------------------- bench.py
 1 | step --shard 2 | --shard 2 is for --dp hsdp
 1 | bench.py compare "ddp --dp diloco" | --dp diloco is retired
+1 | bench.py step --lora=rewards | required: --init, --reward
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
