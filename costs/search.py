@@ -89,7 +89,7 @@ def choose_parallel(
         choice = split(dp)
         parallel = choice.parallel
         is_other = dp == "hsdp" and 1 in (parallel.replicate, parallel.shard)
-        if asked.dp == "auto" and is_other:  # DDP or FSDP in truth
+        if asked.dp == "auto" and is_other:  # it would be DDP or FSDP
             continue
         reshards = [asked.reshard]
         if asked.reshard == "auto":

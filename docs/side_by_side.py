@@ -22,7 +22,7 @@ from costs.shapes import flops_per_token  # noqa: E402
 from model import LlamaConfig  # noqa: E402
 from models.family import HERE, family_of, find_preset  # noqa: E402
 from perf.instruments import WithoutInit, build_on_meta  # noqa: E402
-from plumbing.messages import UserError  # noqa: E402
+from plumbing.processes import run  # noqa: E402
 from techniques.kv_cache import KVCache  # noqa: E402
 
 CONTEXT = 8192  # tokens that a token attends to, for its FLOPs
@@ -134,10 +134,7 @@ def main() -> None:
     parser.add_argument("presets", nargs="*", help="presets to compare; none: write the page")
     names = parser.parse_args().presets
     if names:
-        try:
-            print(compare(names))
-        except UserError as error:
-            raise SystemExit(f"error: {error}")
+        print(compare(names))
         return
     page = ROOT / "docs/models.md"
     text = page.read_text()
@@ -146,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -130,8 +130,8 @@ def end_if_orphaned() -> None:
 
 
 def _leave_to_thread(number: int, frame) -> None:
-    """Handle SIGINT in the main thread. The other thread ends the process. It reads this flag, as
-    the handler may have changed before it looks."""
+    """Handle SIGINT in the main thread. The watching thread ends the process. A flag tells it to,
+    since the handler may have changed before it looks."""
     _left_to_thread.set()
 
 

@@ -7,8 +7,8 @@
 
 `repeats` is --repeats, and the fields of ParallelConfig are flags beside it. A subclass inherits
 its base's flags; `other_default` changes a default. `parse` of plumbing/parser.py reads a record
-from a command line, once. It never changes: what a run finds out later, about its device or its
-data, is kept elsewhere."""
+from a command line, once. A record never changes: what a run finds out later, about its device or
+its data, is kept elsewhere."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

@@ -134,6 +134,7 @@ REFUSALS = """
 1 | plan --gpus 12 | is no multiple of 8, which a node has: give --gpus 16 for 2 full nodes
 1 | plan --gpus 4x | --gpus: expected an integer of at least 1
 1 | plan --gpus x4 | --gpus: expected an integer of at least 1
+1 | docs/side_by_side.py nope | no preset 'nope': choose one of tiny
 1 | plan --gpus 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 # -------------------------------------------------------------------------------------- labs/
