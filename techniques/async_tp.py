@@ -18,8 +18,9 @@ Communication over tp: a gather or scatter of payload a (parallel.py) becomes n 
 of a / n bytes, which is what a ring of n ranks sends for either; embedding and loss keep their
 collectives. If a message takes no longer than the product beside it, the wait is gone. Only the
 first layer that reads gathered tokens hides their arrival: wq, or w1. Recomputing (--checkpointing)
-also repeats the products and messages of w2, except in compiled blocks. A weight's gradient is a
-sum over n chunks in the dtype of computation: in bfloat16 less exact, the larger n is.
+also repeats the products and messages of w2; in compiled blocks not these, but with full those of
+wo. A weight's gradient is a sum over n chunks in the dtype of computation: in bfloat16 less exact,
+the larger n is.
 
 Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
 have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. A pass of
@@ -243,20 +244,23 @@ def refuses(work) -> str:
 
 
 def sends(model: Llama, work) -> Iterator[tuple]:
-    """Messages in place of the blocks' collectives, n - 1 for each, and w2's once more where blocks
-    recompute."""
+    """Messages in place of the blocks' collectives, n - 1 for each. What backward multiplies again,
+    it also sends again: with full the sums of wo, and those of w2, except where a block is compiled
+    and does not need w2's output."""
     parallel = work.parallel
     n = parallel.tp
-    calls = work.microbatches * len(model.layers)
-    repeated = int(parallel.checkpointing != "none")
-    gathers = 4 + 2 * repeated
-    scatters = 4 + parallel.repeats_attention
-    of_w2 = parallel.repeats_attention * blocks_that_norm_outputs(model) * work.microbatches
+    m = work.microbatches
+    blocks = len(model.layers)
+    with_w2 = blocks_that_norm_outputs(model)
+    gathers = (4 + 2 * parallel.recomputes) * blocks
+    scatters = 4 * blocks + parallel.repeats_attention * (blocks + with_w2)
+    sums = (4 + (parallel.checkpointing == "full")) * blocks
+    sums += parallel.recomputes * (with_w2 if parallel.compile else blocks)
     tokens = work.microbatch * math.ceil(work.length / n)
     message = tokens * work.model.config.dim * parallel.weight_bytes  # bytes of a chunk
-    yield "tp", "all-gather", -gathers * calls, n * message
-    yield "tp", "reduce-scatter", -scatters * calls - of_w2, n * message
-    yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
+    yield "tp", "all-gather", -gathers * m, n * message
+    yield "tp", "reduce-scatter", -scatters * m, n * message
+    yield "tp", "send", (gathers + sums) * (n - 1) * m, message
 
 
 def suggests(facts) -> str:

@@ -296,8 +296,8 @@ def holds(model: Llama, work) -> dict[str, float]:
     batches = batches_of_matrices(model, parallel)
     own = [sum(matrix.own for matrix in batch) for batch in batches]
     stacks = [math.prod(shape) for shape in stacks_on_rank(model, parallel)]
-    largest = batches[0][0].size
-    updates = [2 * own[0] + 4 * largest, *(4 * stack for stack in stacks)]
+    # The first matrix of the first batch is the largest.
+    updates = [2 * own[0] + 4 * batches[0][0].size, *(4 * stack for stack in stacks)]
     return {
         "optimizer": -sum(own + stacks) * parallel.moment_bytes,
         "update": max(updates) * parallel.grad_bytes,
@@ -323,9 +323,8 @@ def sends(model: Llama, work) -> Iterator[tuple]:
         for owner, matrix in enumerate(others[: in_replica - 1], 1):
             if owner % matrix.copies == 0:  # of owners along tp that have the same part, the first
                 sent += matrix.own
-        # Where each rank has whole updates (DDP), it sends none to owners.
-        is_sharded = any(matrix.own < matrix.size for matrix in batch)
-        calls = 1 + is_sharded
+        # Where each rank has whole updates (DDP), it sends none to owners, and one call is enough.
+        calls = 1 + any(matrix.own < matrix.size for matrix in batch)
         yield dim, "all-to-all", calls, sent * e / calls
 
 
@@ -338,10 +337,9 @@ def flops_of_muon(model: Llama, parallel) -> int:
     flops = 0
     for number, *shape in own:
         m, n = sorted(shape)
-        gram = 2 * m * m * n
+        gram = 2 * m * m * n  # and as many for the product with x
         square = 2 * m**3
-        update = 2 * m * m * n
-        flops += ITERATIONS * number * (gram + square + update)
+        flops += ITERATIONS * number * (2 * gram + square)
     return flops
 
 

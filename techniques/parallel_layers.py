@@ -34,8 +34,7 @@ def refuses(work) -> str:
             f"feed-forward width of {widths} evenly: --tp must divide {shareable}"
         )
     if work.length % parallel.tp and torch.__version__ < "2.13":  # compared as versions
-        shares = work.seq_len // work.length  # of which each rank has two chunks
-        multiple = parallel.tp * (2 * shares if shares > 1 else 1)
+        multiple = parallel.tp if work.length == work.seq_len else parallel.multiple_of_tokens
         return (
             f"torch {torch.__version__} cannot shard --seq-len {work.seq_len} over --tp "
             f"{parallel.tp}: use --seq-len {math.ceil(work.seq_len / multiple) * multiple}, or "

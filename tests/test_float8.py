@@ -4,14 +4,13 @@ Scales are compared with formulas, products with float64's of what the codes sta
 torch's own product of 8 bits."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._inductor.config
+from conftest import alone
 from exact import GROUPED
 
-from config import ParallelConfig
 from model import Llama, LlamaConfig, rms_norm
 from techniques import float8
 from techniques.float8 import BLOCK, E4M3, E5M2, Float8Linear, float8_product, rounded
@@ -116,8 +115,7 @@ def test_codes_of_a_recomputed_norm_are_those_of_forward():
     torch._dynamo.reset()
     x = torch.randn(256, 512).bfloat16()
     weight = (torch.rand(512) + 0.5).bfloat16()
-    parallel = ParallelConfig(compile=True, checkpointing="selective", float8="tensorwise")
-    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
+    world = alone(compile=True, checkpointing="selective", float8="tensorwise")
 
     def forward(x):
         y = rms_norm(x, weight, 1e-5)
@@ -165,9 +163,7 @@ def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp):
     config = GROUPED | dict(dim=64, ffn_dim=48)
     model = Llama(LlamaConfig(**config))
     names = [name for name, _ in model.named_parameters()]
-    parallel = ParallelConfig(float8=recipe, tp=tp)
-    world = SimpleNamespace(parallel=parallel, device=torch.device("cpu"))
-    float8.use_float8(model, world)
+    float8.use_float8(model, alone(float8=recipe, tp=tp))
     replaced = []
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
