@@ -50,7 +50,9 @@ ON_A_GPU = 1 << 26  # likewise, with few enough kernels
 def packed_shape(out: int, width: int) -> tuple[int, int, int]:
     """Return the shape of `weight` for a matrix [out, width]."""
     if width % BLOCK:
-        raise UserError(f"4 bits need rows of a multiple of {BLOCK} weights, not of {width}")
+        raise UserError(
+            f"4 bits need rows of a multiple of {BLOCK} weights, not of {width}: give 16 bits"
+        )
     return out, width // BLOCK, 1 + BLOCK // 2
 
 
@@ -150,12 +152,13 @@ def rounded(matrix: Tensor) -> Tensor:
 
 def why_not_in_4_bits(config: LlamaConfig, tp: int = 1) -> str:
     """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
-    for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
+    # Of wo and w2 each rank has some columns, of other matrices whole rows (see packed_shape).
+    for what, width in (("heads of together", config.q_dim), ("--ffn-dim of", config.ffn_dim)):
         if width % (BLOCK * tp):
             smaller_tp = "a smaller --tp, or " if tp > 1 else ""
             return (
                 f"--base-bits 4 needs blocks of {BLOCK} weights for each of {tp} rank(s) along tp, "
-                f"and the base has {flag} {width}: give {smaller_tp}--base-bits 16"
+                f"and the base has {what} {width} features: give {smaller_tp}--base-bits 16"
             )
     return ""
 

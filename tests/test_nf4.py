@@ -127,8 +127,12 @@ def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
     for ranks in (1, 2):
         parallel = ParallelConfig(dp="fsdp", shard=ranks)
         work = step_of(build_on_meta(CONFIG), parallel, 2, 1, 8)
-        refusal = refuses(work)
-        assert "torch 2.11.0 cannot shard a base in 4 bits" in refusal
+        assert "torch 2.11.0 cannot shard a base in 4 bits" in refuses(work)
+
+
+def test_heads_that_no_two_ranks_can_share_in_whole_blocks_are_refused():
+    config = LlamaConfig(128, 1, 6, 2, 256, head_dim=32)
+    assert "heads of together 192 features" in nf4.why_not_in_4_bits(config, tp=2)
 
 
 # ------------------------------------------------------------------------------------ the format
