@@ -121,7 +121,7 @@ class ParallelConfig:
                               "on a GPU that has it, else float32)", unset=None, type=dtype_named,
                               metavar=f"{{{','.join(DTYPES)}}}")
     float8: str = knob("none", ARITHMETIC, "multiply the blocks' matrices in 8 bits, a scale for "
-                       "each tensor, row or 32 numbers; emulated where the device cannot",
+                       "each tensor, row or 32 elements; emulated where a device cannot",
                        ["none", "tensorwise", "rowwise", "mxfp8"])
     optimizer: str = knob("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
                           "for the rest (default: muon where train.py or `bench.py step` begins "
@@ -153,7 +153,7 @@ class ParallelConfig:
 
     @property
     def multiple_of_tokens(self) -> int:
-        """Ranks share the tokens of a sequence evenly if their number is a multiple of this."""
+        """Ranks share a sequence evenly if it has a multiple of this many tokens."""
         return 2 * self.cp * self.tp
 
     @property

@@ -269,8 +269,8 @@ def check_merged(run: Finetuning, last_step: int) -> None:
 
 
 def base_of(run: Finetuning) -> Path:
-    """Return what --init names. But if this run is resumed, and began with a checkpoint of another
-    run, which may have newer ones by now: that checkpoint. Raise UserError if it is gone."""
+    """Return the directory of the base: --init. If that is a run, which may have newer checkpoints
+    by now, a resumed run goes on with the one that it began with. Raise UserError if it is gone."""
     init = recorded(run.directory, "facts").get("init", "")  # old runs have no facts
     name = Path(str(init)).name
     if not checkpoints(run.directory) or not checkpoints(run.init) or name[:5] != "step-":

@@ -338,9 +338,9 @@ def quantize_base(
 
 def holds(model: Llama, work) -> dict[str, float]:
     """Return how many elements per token a block saves for backward, on average, beyond a block
-    without adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes; on a
-    CPU in elements); with DoRA also the y that is scaled. An input that only frozen layers read is
-    no longer saved, except that of wo: it is attention's output, which attention saves."""
+    without adapters. An adapter saves x Aᵀ; with dropout also its own x, and a mask (in bytes;
+    uncompiled on a CPU in elements); with DoRA also the y that is scaled. An input that only frozen
+    layers read is no longer saved, except wo's: it is attention's output, which attention saves."""
     mask = 1 / work.parallel.weight_bytes if work.fused else 1
     saved = [saved_by_block(block, work.parallel.tp, mask) for block in model.layers.values()]
     return {"saved": sum(saved) / len(saved)}

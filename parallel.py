@@ -24,7 +24,7 @@ neighbours along replicate x shard x tp share a copy of the experts (techniques/
 FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives each rank the rows
 [D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
 before a block computes, so that the block sees its tp shard. Norms are replicated over tp. With
---tp, --ep or --pp, --dp ddp runs as HSDP with shard = 1 (config.py): FSDP sums all gradients.
+--tp, --ep or --pp, --dp ddp runs as HSDP with shard = 1 (config.py), so FSDP sums all gradients.
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
 in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. An element of a gradient

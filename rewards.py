@@ -17,19 +17,19 @@ In the first update after sampling a ratio is 1, but it has the gradient of log 
 the gradient of the loss is that of the mean reward, times -(G - 1) / G. With --updates N a step's
 answers are split into N parts, and the optimizer takes a step on each. From the second on the
 weights are no longer those that drew the answers. So ratios are clipped, as in PPO (Schulman et al.
-2017, arXiv:1707.06347): a token that is likelier than before by more than --clip-ratio allows, in
-the direction that its advantage asks for, has no gradient. The upper bound is the wider one, so
-that rare tokens can grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
+2017, arXiv:1707.06347): a token has no gradient once its ratio has gone further than --clip-ratio
+allows where its advantage drives it: up, or down if that is negative. The upper bound is the wider
+one, so that rare tokens can grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
 
 GRPO (Shao et al. 2024, arXiv:2402.03300) also divides by the length of an answer, which makes long
 wrong answers cheap, and by the standard deviation of a group's rewards, which favors prompts whose
 answers are nearly all right or nearly all wrong. Liu et al. 2025 ("Dr. GRPO", arXiv:2503.20783)
 divide by neither, as we do here; --normalize std divides by the standard deviation.
 
---kl K adds K times an estimate of KL(model, base) to the loss, where the base is this model with
-its adapters off: with r = p_base(token) / p(token), the mean of r - log r - 1 over drawn tokens
-(Schulman 2020, "k3"). It is multiplied by the ratio, or its gradient would be that of KL(base,
-model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.09477).
+--kl K adds K (r - log r - 1) to the loss of each token, with r = p_base(token) / p(token), where
+the base is this model with its adapters off. The mean of r - log r - 1 over drawn tokens estimates
+KL(model, base) (Schulman 2020, "k3"). It is multiplied by the ratio, or its gradient would be that
+of KL(base, model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.09477).
 
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
 once: a run checks that both agree. In bfloat16 they do so roughly, so a token has the weight

@@ -264,9 +264,9 @@ def update(
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     # A run from scratch takes Muon, others AdamW, if no flag says otherwise. Matrices alone decay,
-    # those of adapters only if asked. Muon is for matrices of blocks, and needs them whole: ranks
-    # send each other the parts of their momentum, each orthogonalizes some matrices, and sends back
-    # parts of their updates. All else, embedding and output too, AdamW updates where it is.
+    # in fine-tuning only if asked. Muon is for matrices of blocks, and needs their updates whole:
+    # ranks send each other the parts that they have, each orthogonalizes some updates, and sends
+    # back their parts. All else, embedding and output too, AdamW updates where it is.
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

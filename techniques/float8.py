@@ -227,8 +227,8 @@ def use_float8(model: Llama, world) -> None:
     torch.compiler.assume_constant_result(has_float8)  # as a decorator it would import the compiler
     if world.parallel.compile and world.parallel.checkpointing != "none":
         # Let the compiler round what it fuses. Where it recomputes a norm without rounding it to
-        # bfloat16, one of some hundred codes is another than in forward, and backward computes
-        # attention from other queries than those of the sum that forward has saved.
+        # bfloat16, one of some hundred codes is another than in forward. Backward would compute
+        # attention from other queries than those whose logsumexp forward has saved.
         from torch._inductor import config  # takes a second
 
         config.emulate_precision_casts = True
@@ -240,7 +240,7 @@ def refuses(work) -> str:
     parallel = work.parallel
     recipe = parallel.float8
     if any(not parameter.requires_grad for parameter in work.model.parameters()):
-        return "--float8 is for train.py: with adapters, products are not in 8 bits"
+        return "--float8 is for training all weights: beside adapters no product is in 8 bits"
     if recipe == "mxfp8":
         multiple = BLOCK
     else:

@@ -8,8 +8,8 @@ text is learnt too.
     gradient ── momentum ── orthogonalize: U S Vᵀ -> U Vᵀ ── scale ── weight
 
 Muon updates the matrices of the blocks. AdamW updates embedding and output, whose rows belong to
-single tokens, and norms, which are not matrices. Both have the same learning rate. Muon keeps one
-moment of each weight, AdamW two.
+single tokens, and norms and biases, which are no matrices. Both have the same learning rate. Muon
+keeps one moment of each weight, AdamW two.
 
 A shard of a matrix cannot be orthogonalized alone. So n ranks that have parts of the same layers
 take n matrices at a time, and each orthogonalizes a whole one:

@@ -16,8 +16,8 @@ That is 4 + 8 / 64 + 32 / in bits a weight: 4.13 at in = 4096. The scale of a bl
 1 to 255: times the scale of the row it is about the largest absolute value of the block.
 bitsandbytes compresses scales with numbers of other rows. Here a row is whole in itself, so that
 FSDP and column-parallel layers cut between rows, and row-parallel ones between blocks. All of it is
-bytes, because FSDP in bfloat16 would round a scale in float32. Left out is its kernel that
-multiplies by codes (gemm_4bit): here each use writes the whole matrix, and reads it again.
+bytes, because FSDP in bfloat16 would round a scale in float32. Left out is bitsandbytes' kernel
+that multiplies by codes (gemm_4bit): here each use writes the whole matrix, and reads it again.
 
 Precision: the error of normally distributed weights is 9 % of their root mean square, as large as
 with bitsandbytes.

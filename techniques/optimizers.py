@@ -110,9 +110,9 @@ def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's part of each gradient, and a share of the squared norm of those that are
-    slopes of the loss, as all are but that of a router's bias (techniques/experts.py): over all
-    `ranks` the shares add up to it. Raise UserError if a parameter has no gradient."""
+    """Return this rank's part of each gradient, and its share of their squared norm, to which the
+    shares of all `ranks` add up. A router's bias (techniques/experts.py) does not count: its
+    gradient is not the slope of the loss. Raise UserError if a parameter has no gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):

@@ -53,8 +53,8 @@ def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
 def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
     """1F1B with v stages on a rank: p microbatches pass through its first stage, then through its
     second, and so on (Narayanan et al. 2021, arXiv:2104.04473). The bubble is v times shorter, and
-    v times as much is sent. m must be a multiple of p. Holds min(m v, 2 (p - 1 - rank) + (v - 1) p
-    + 1) microbatches, each of one stage.
+    (v p - 1) / (p - 1) times as much is sent. m must be a multiple of p. Holds min(m v,
+    2 (p - 1 - rank) + (v - 1) p + 1) microbatches, each of one stage.
 
         rank 0 F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B0@2 .    B1@2 B1@2 B0@0 B0@0 B1@0 B1@0
         rank 1 .    F0@1 F1@1 F0@3 B0@3 B0@3 F1@3 B1@3 B1@3 B0@1 B0@1 B1@1 B1@1 .    .
@@ -228,8 +228,8 @@ def held(order: list[Action]) -> int:
 
 
 def enough(name: str, p: int, m: int) -> int:
-    """Return of how many of m microbatches a schedule shows what ranks hold and how long they wait:
-    a steady one repeats itself after 2 p."""
+    """Return how many of m microbatches are enough to find out what ranks hold and how long they
+    wait: a steady schedule repeats itself after 2 p."""
     repeats = name in STEADY and m % p == 0
     return min(m, 2 * p) if repeats else m
 

@@ -10,8 +10,8 @@ for any other token. Of 12 tokens with W = 4, in which x is a score that counts:
     query 6            x  x  x  x
     query 7               x  x  x  x
 
-Half of the scores that are computed count, for any T. A kernel that knows windows computes those
-alone: varlen_attn does, which attends within packed documents on a GPU (text/batch.py).
+About half of the scores that are computed count, for any T. A kernel that knows windows computes
+those alone: varlen_attn does, which attends within packed documents on a GPU (text/batch.py).
 
 Windows are of some models and no choice of a run (models/olmo3.py, models/gemma3.py). Use them for
 long sequences: attention costs T W in place of T^2 / 2. Some layers of a model have to attend to

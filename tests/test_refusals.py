@@ -98,7 +98,7 @@ REFUSALS = """
 1 | finetune --dp ddp --reshard adapters | --reshard adapters ... fsdp
 1 | finetune --dp fsdp --reshard adapters --offload | --offload ... --reshard adapters
 1 | finetune --seq-len 8 | longest
-1 | finetune --float8 rowwise | --float8 is for train.py
+1 | finetune --float8 rowwise | --float8 is for training all weights
 1 | finetune --optimizer muon | --optimizer muon is for whole matrices ... leave it out
 # ------------------------------------------------------------------------------------ data.py
 1 | tokenize --out {here} | exists: remove it
