@@ -88,7 +88,7 @@ from text.targets import SHOWN
 # How far rounding takes log p of a token in training from that in sampling, at most.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.log(2)}
 WARN_ABOVE = 1e-3  # share of a step's tokens that are further, in bfloat16
-LEAST_STD = 1e-6  # for --normalize std: rewards that differ by rounding are no good and bad ones
+LEAST_STD = 1e-6  # for --normalize std: what differs by rounding alone is not made large
 REPLAYS = True  # training takes the experts that sampling has chosen
 
 

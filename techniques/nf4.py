@@ -44,7 +44,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 # fmt: on
 PAIRS = list(itertools.product(NF4, NF4))  # what each byte of two codes stands for
 WEIGHTS_AT_ONCE = 1 << 20  # weights that are converted at a time: a CPU's caches hold them
-ON_A_GPU = 1 << 26  # likewise, with few enough kernels
+ON_A_GPU = 1 << 26  # the same on a GPU, where fewer and larger kernels are faster
 
 
 def packed_shape(out: int, width: int) -> tuple[int, int, int]:

@@ -11,15 +11,16 @@ What a layer may say of itself. Techniques know no names of layers; these attrib
 or methods, tell them what they have to know. In a model's file:
 
     writes_to_stream  names of its layers whose output is added to the residual stream, () for none.
-                      A module with a Linear in it must have it. These layers start smaller, their
-                      outputs are not kept by checkpointing, and PLAN says ROWS for them
+                      A module with a Linear in it must have it. These layers start smaller, PLAN
+                      says ROWS for them, and checkpointing keeps an output of theirs only if
+                      saved_products names it
     saved_products    names of its layers whose output selective checkpointing keeps
     initial_value     where its parameters start, a number or "normal"; a bias starts at 0 in any
                       case (Llama.init_weights)
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay is for these
     norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
-                      backward needs w2's output, too, and --tp gathers it again
+                      backward needs w2's output, too, which ranks along tp then sum up again
     token_layers      names of its linear layers that PLAN makes OwnTokens(): Muon's costs ask
 
 In the files of techniques, of experts and of adapters:
