@@ -252,12 +252,14 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     m = work.microbatches
     blocks = len(model.layers)
     with_w2 = blocks_that_norm_outputs(model)
-    gathers = (4 + 2 * parallel.recomputes) * blocks
-    scatters = 4 * blocks + parallel.repeats_attention * (blocks + with_w2)
-    sums = (4 + (parallel.checkpointing == "full")) * blocks
+    # Two of each in a block's forward, and in backward; two in a reference's forward.
+    both = (4 + 2 * work.references) * blocks
+    gathers = both + 2 * parallel.recomputes * blocks
+    scatters = both + parallel.repeats_attention * (blocks + with_w2)
+    sums = both + (parallel.checkpointing == "full") * blocks
     sums += parallel.recomputes * (with_w2 if parallel.compile else blocks)
     tokens = work.microbatch * math.ceil(work.length / n)
-    message = tokens * work.model.config.dim * parallel.weight_bytes  # bytes of a chunk
+    message = tokens * model.config.dim * parallel.weight_bytes  # bytes of a chunk
     yield "tp", "all-gather", -gathers * m, n * message
     yield "tp", "reduce-scatter", -scatters * m, n * message
     yield "tp", "send", (gathers + sums) * (n - 1) * m, message

@@ -241,10 +241,9 @@ def refuses(work) -> str:
     recipe = parallel.float8
     if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for training all weights: beside adapters no product is in 8 bits"
+    multiple = MULTIPLE if work.on_gpu else 1
     if recipe == "mxfp8":
         multiple = BLOCK
-    else:
-        multiple = MULTIPLE if work.on_gpu else 1
     length = math.ceil(work.length / parallel.tp) if parallel.async_tp else work.length
     tokens = work.microbatch * length
     if tokens % multiple:

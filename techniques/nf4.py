@@ -166,8 +166,8 @@ def why_not_in_4_bits(config: LlamaConfig, tp: int = 1) -> str:
 def refuses(work) -> str:
     parallel = work.parallel
     is_fsdp = parallel.dp != "auto" and parallel.strategy.uses_fsdp
-    is_old = torch.__version__ < "2.13"  # compared as versions
-    if is_fsdp and parallel.reshard != "adapters" and is_old:
+    # torch compares its version by numbers, not as text.
+    if is_fsdp and parallel.reshard != "adapters" and torch.__version__ < "2.13":
         return (
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"

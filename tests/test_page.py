@@ -20,7 +20,7 @@ from exact import parallel_config
 
 from config import ParallelConfig, Work
 from costs.machines import COPIES, REACHED, Machine, assumed_machine, link_speed
-from costs.page import Traffic, holds, sends, sent_bytes
+from costs.page import Traffic, holds, sends, sent_bytes, total_payload
 from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
@@ -328,15 +328,17 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     exposed = 2 * sum(collective_time(*call, "shard", work.parallel, H100) for call in calls)
     assert step_time(work, H100)["shard"] == pytest.approx(exposed)  # the first and the last
     slow = step_time(work, replace(H100, node_link=1e9))
-    payload = sum(nbytes for _, nbytes in sends(work).values())
+    payload = total_payload(sends(work))
     hidden = slow["products"] + slow["passes"] + slow["weights"]
     assert slow["shard"] == pytest.approx(7 / 8 * payload / 1e9 - hidden, rel=0.02)
     tp = replace(work, parallel=ParallelConfig(tp=8, **FAST))
-    payload = sum(nbytes for (dim, _), (_, nbytes) in sends(tp).items() if dim == "tp")
-    on_links = 7 / 8 * payload / H100.node_link
+    on_links = 7 / 8 * total_payload(sends(tp)) / H100.node_link
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
     asynchronous = replace(tp, parallel=replace(tp.parallel, async_tp=True))
     assert step_time(asynchronous, H100)["tp"] < step_time(tp, H100)["tp"] / 3
+    # A reference's forward sends chunks, too: all but the embedding's sum, and the loss's gradient.
+    with_reference = replace(asynchronous, references=1)
+    assert sends(with_reference)["tp", "reduce-scatter"][0] == 3 * tp.microbatches
 
 
 # ------------------------------------------------------------------------ beside measured steps
