@@ -111,7 +111,7 @@ def spread_experts(model: Llama, world) -> None:
 
     for module in model.modules():
         if isinstance(module, Experts):
-            for layer in (module.w1, module.w2, module.w3):
+            for layer in module.children():  # w1, w2 and w3
                 shard_parameters(layer, mesh, 0)
                 layer.local_part = local_part
             module.forward = partial(exchange, module.forward, world.own_groups["ep"])
@@ -172,15 +172,15 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     not gather tokens, which costs/page.py counts."""
     config = work.model.config
     tp = work.parallel.tp
-    again = work.parallel.recomputes  # forward is computed twice
+    forwards = 1 + work.parallel.recomputes + work.references
     calls = work.microbatches * mixtures_of(model)
     row = config.dim * work.parallel.weight_bytes  # bytes
     rows = work.tokens / tp * config.top_k
-    yield "ep", "all-to-all", calls * (4 + 2 * again), rows * row
-    yield "ep", "all-to-all", calls * (1 + again), 8 * config.n_experts
-    tokens = work.microbatch * ceil(work.length / tp) * tp
-    yield "tp", "all-gather", -calls * (2 + again), tokens * row
-    yield "tp", "reduce-scatter", -calls * 2, tokens * row
+    yield "ep", "all-to-all", calls * (2 + 2 * forwards), rows * row
+    yield "ep", "all-to-all", calls * forwards, 8 * config.n_experts
+    sequences = work.microbatch * ceil(work.length / tp) * tp * row
+    yield "tp", "all-gather", -calls * (1 + forwards), sequences
+    yield "tp", "reduce-scatter", -calls * (2 + work.references), sequences
 
 
 TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)

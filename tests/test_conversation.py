@@ -90,8 +90,7 @@ def test_one_prompt_or_several_are_continued(base):
         texts.append(f"{prompt}{said}\n")
     printed = succeed("generate.py", base, "--prompt", "Hi", *flags, nproc=2).out
     assert printed == texts[0]
-    both = ["--prompt", "Hi", "--prompt", "Why?"]
-    printed = succeed("generate.py", base, *both, *flags).out
+    printed = succeed("generate.py", base, "--prompt", "Hi", "--prompt", "Why?", *flags).out
     assert printed == f"--- {texts[0]}--- {texts[1]}"
 
 

@@ -3,6 +3,7 @@ llm.c's. They are compared with the texts that were written, and with llm.c's he
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -110,8 +111,7 @@ def test_the_end_of_a_few_texts_is_held_out(tmp_path):
 def test_token_files_of_other_projects_without_validation(tmp_path):
     """fineweb_train_000001.bin and the like: the end of the last file is held out."""
     for i in range(2):
-        tokens = np.full(2000, i)
-        write_tokens(tmp_path, f"fineweb_train_{i}", 267, tokens)
+        write_tokens(tmp_path, f"fineweb_train_{i}", 267, np.full(2000, i))
     train, val = open_windows([str(tmp_path)], BYTES, 50)
     assert [len(file) for file in train.files] == [2000, 1900]
     assert val[0].tolist() == [1] * 51
@@ -192,10 +192,7 @@ def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, capsys):
     out = tmp_path / "tokens"
     data.tokenize(find_files([sources]), BYTES, out, Reading(skip_bad=True))
     listed = out / "left-out.txt"
-    places = []
-    for line in listed.read_text().splitlines():
-        place, _, _ = line.partition(": ")
-        places.append(place.removeprefix(f"{sources}/"))
+    places = re.findall(rf"^{sources}/(.*?): ", listed.read_text(), re.MULTILINE)
     assert places == ["b.txt", "c.jsonl, line 2", "c.jsonl, line 3"]
     assert f"left out 3 documents: {listed}" in capsys.readouterr().err
     kept = documents(out, "train")

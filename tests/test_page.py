@@ -191,6 +191,14 @@ def check_memory(work: Work, stage: int, held: dict) -> None:
     assert predicted["peak"] == pytest.approx(held["peak"], rel=0.1)
 
 
+def test_a_reference_sends_rows_to_experts_too():
+    """In each of two blocks: there and back in 3 passes, and what experts get in 2 forwards."""
+    config, split = EXACT["EP"]
+    work = step_of(build_on_meta(config), ParallelConfig(**split), 2, 1, 256)
+    calls, _ = sends(replace(work, references=1))["ep", "all-to-all"]
+    assert calls == 16
+
+
 def test_adapters_of_replicated_factors_are_counted_whole():
     """A of wq and B of wo are whole on each rank of tp."""
     parallel = ParallelConfig(dp="fsdp", shard=2, tp=2)
