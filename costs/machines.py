@@ -17,15 +17,15 @@ COPIES = 0.88  # of a data sheet's memory bandwidth: what copies reach on an H20
 FITTED = "2026-11-29"
 REACHED = {
     "products a100": 0.742,
-    "products h100": 0.587,
-    "products h200": 0.627,
-    "products b200": 0.535,
+    "products h100": 0.588,
+    "products h200": 0.63,
+    "products b200": 0.538,
     "attention a100": 0.343,
-    "attention h100": 0.204,
-    "attention b200": 0.389,
-    "attention h100 cudnn": 0.518,
-    "h100-500w": 0.872,  # the share of both that an H100 with 500 of its 700 W keeps
-    "node link": 0.334,
+    "attention h100": 0.203,
+    "attention b200": 0.388,
+    "attention h100 cudnn": 0.516,
+    "h100-500w": 0.873,  # the share of both that an H100 with 500 of its 700 W keeps
+    "node link": 0.321,
 }
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
 ONE_STEP = "only one training on it is known, and none in the fit"
