@@ -83,8 +83,8 @@ class Machine:
         """Return why the speed of such a configuration is not known here, or ""."""
         if parallel.float8 in ("none", *self.recipes):
             return ""
-        known = ", ".join(self.recipes) or "nothing"
-        return f"--float8 {parallel.float8} for {self.name}: in 8 bits it has {known}"
+        known = " or ".join(self.recipes) or "none"
+        return f"{self.name} is not known to gain by {parallel.float8}: give --float8 {known}"
 
 
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0

@@ -101,7 +101,7 @@ def every_plan(
             mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, ep=ep)
             parallel = replace(work.parallel, dp=dp, **mesh)
             split = replace(work, parallel=parallel, microbatch=microbatch)
-            if split.microbatches < pp:  # ranks of the pipeline would wait half of the time
+            if split.microbatches < pp:  # ranks of the pipeline would wait half of the time or more
                 continue
             for planned in ways_to_compute(split, frozen):
                 settings = vars(planned.parallel) | {"microbatch": microbatch}

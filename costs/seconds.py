@@ -190,7 +190,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     backward = backwards(work) * forward + parts["recompute"] + parts["weights"]
     parts["cpu"] = 0.0
     if p.offload_activations:
-        L = work.model.config.n_layers
+        L = work.model.config.n_layers  # all of them: there is no pipeline beside offloading
         seconds = saved(work).kept * work.tokens * p.weight_bytes * L * m / CPU_LINK
         parts["cpu"] = max(0.0, seconds - forward) + max(0.0, seconds - backward)
 

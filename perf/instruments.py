@@ -77,7 +77,7 @@ def run_in_turns(contestants: Contestants, repeats: int) -> Rounds:
 
 
 def check_writable(flag: str, file: Path | None) -> None:
-    """Raise UserError where rank 0 could not write the results to the file that a flag names."""
+    """Raise UserError if the file that a flag names is a directory, or in one that is missing."""
     if file and is_rank_zero():
         if not file.parent.is_dir():
             raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")

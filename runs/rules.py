@@ -185,7 +185,7 @@ def check_batch(work: Work) -> None:
     if work.sequences % work.microbatch:
         raise UserError(
             f"--microbatch {work.microbatch} does not divide the {work.sequences} sequences of a "
-            f"rank (--batch {work.batch} over {ranks} ranks)"
+            f"rank (--batch {work.batch} over {ranks} ranks): give a divisor of {work.sequences}"
         )
 
 
@@ -206,7 +206,9 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     in_nodes = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.copy_spans == "node"]
     data_ranks, rest = divmod(process.size, parallel.tp * parallel.pp)
     if rest:
-        raise UserError(f"{process.size} processes are no multiple of {sizes}")
+        raise UserError(
+            f"{process.size} processes are no multiple of {sizes}: start a multiple, or give less"
+        )
     if parallel.offload and dp not in sharded:
         raise UserError(f"--offload is for {' or '.join(sharded)}")
     if parallel.offload and parallel.reshard == "adapters":
