@@ -113,8 +113,9 @@ def moved_bytes(work: Work) -> float:
         elements += 8 * D * c.ffn_uses  # rows that are copied to experts, and added up again
     passes = 4 if p.recomputes else 3  # backward moves twice as many as forward
     passes += work.references
-    is_whole = not several or not p.recomputes or p.fixes_shapes(work.on_gpu)
-    is_compiled = p.compile and is_whole  # see stays_uncompiled in recompute.py
+    has_kernel = D % 8 == c.ffn_dim % 8 == 0  # see GroupedLinear in experts.py
+    is_whole = has_kernel and p.fixes_shapes(work.on_gpu)
+    is_compiled = p.compile and (is_whole or not several or not p.recomputes)  # see recompute.py
     factor = 1.0 if is_compiled else EAGER_FACTOR
     return passes * p.weight_bytes * elements * factor
 

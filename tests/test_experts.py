@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import alone, like, metrics, slow, succeed
+from conftest import alone, like, metrics, slow, step_of, succeed
 from test_chat import BYTES
 from test_finetune import flags as lora_flags
 from test_formats import our_model, stored
@@ -21,6 +21,8 @@ from test_train import flags, same_metrics, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import find_checkpoint, read_config
+from config import ParallelConfig
+from costs.seconds import moved_bytes
 from costs.shapes import flops_per_token
 from files.conversion import write_checkpoint
 from files.loading import load_pretrained
@@ -159,14 +161,17 @@ def test_ranks_that_share_experts_sample_as_one_does(tmp_path):
         torch.testing.assert_close(log_p_of_share[:, drawn], log_p[:, drawn], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("width, says", [(24, ""), (20, "blocks are not compiled")])
-def test_experts_without_a_kernel_leave_blocks_uncompiled(width, says):
+@pytest.mark.parametrize("width, compiled", [(24, True), (20, False)])
+def test_experts_without_a_kernel_leave_blocks_uncompiled(width, compiled):
     """The kernel of a GPU takes rows of whole 16 bytes. What stands in for it cannot be compiled,
-    nor can a checkpoint be divided around it."""
-    options = dict(dtype=torch.bfloat16, compile=True, checkpointing="full")
-    world = replace(alone(**options), device=torch.device("cuda"))
-    said = about(build_on_meta(replace(SMALL, ffn_dim=width)), world)
-    assert said.startswith(says) and bool(said) == bool(says)
+    nor can a checkpoint be divided around it. Predictions know that."""
+    options = dict(dtype=torch.bfloat16, checkpointing="full")
+    world = replace(alone(compile=True, **options), device=torch.device("cuda"))
+    model = build_on_meta(replace(SMALL, ffn_dim=width))
+    assert about(model, world).startswith("blocks are not compiled") != compiled
+    moved = moved_bytes(step_of(model, world.parallel, 1, 1, 8, on_gpu=True))
+    eager = moved_bytes(step_of(model, ParallelConfig(**options), 1, 1, 8, on_gpu=True))
+    assert moved == eager / (1 + compiled)
 
 
 def test_a_token_costs_its_experts_alone():

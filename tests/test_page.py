@@ -140,7 +140,6 @@ EXACT = {  # a model, and how it is split
     "DDP": (TWO, dict(dp="ddp", replicate=4, dtype=torch.float32)),
     "ZeRO-1": (TWO, dict(dp="zero1", replicate=4)),
     "FSDP": (TWO, dict(dp="fsdp", shard=4)),
-    "FSDP, one gather a step": (TWO, dict(dp="fsdp", shard=4, reshard="none")),
     "FSDP, all sharded again": (TWO, dict(dp="fsdp", shard=4, reshard="all")),
     "HSDP": (TWO, dict(dp="hsdp", replicate=2, shard=2)),
     "TP": (TWO, dict(tp=2, replicate=2)),
@@ -154,11 +153,9 @@ EXACT = {  # a model, and how it is split
     "FSDP x PP, both": (replace(UNEVEN, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
     # tp shards a bias with its rows. Of 64 elements of a rank FSDP has 22 in each of 3 shards.
     "FSDP x TP, biases": (like(TWO, "qwen2"), dict(dp="fsdp", shard=3, tp=2)),
-    # Ranks sum up squares; norms of outputs need w2's output again.
+    # Ranks sum up squares.
     "TP, norms over all heads": (like(TWO, "olmo2"), dict(tp=2, replicate=2)),
-    "TP, the same recomputed": (like(TWO, "olmo2"), dict(tp=2, checkpointing="full")),
     "TP, windows": (like(TWO, "olmo3", window=64), dict(tp=2, checkpointing="selective")),
-    "CP, windows": (like(TWO, "olmo3", window=200), dict(dp="fsdp", shard=4, cp=2)),
     "FSDP, Gemma": (GEMMA3, dict(dp="fsdp", shard=4)),
     "TP, Gemma": (GEMMA3, dict(tp=2, checkpointing="full")),
     "EP": (like(TWO, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
