@@ -104,8 +104,8 @@ def _write_token_files(
     val = writers["val"].n_tokens
     if not train:
         raise UserError(
-            "there is no text, or all of it is held out: give more, or data.py tokenize a smaller "
-            "--val-fraction"
+            "there is no text, or all of it is held out: give more text (data.py tokenize takes a "
+            "smaller --val-fraction, too)"
         )
     bytes_per_token = text_bytes / (train + val)
     print(

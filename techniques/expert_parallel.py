@@ -178,9 +178,9 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     rows = work.tokens / tp * config.top_k
     yield "ep", "all-to-all", calls * (2 + 2 * forwards), rows * row
     yield "ep", "all-to-all", calls * forwards, 8 * config.n_experts
-    sequences = work.microbatch * ceil(work.length / tp) * tp * row
-    yield "tp", "all-gather", -calls * (1 + forwards), sequences
-    yield "tp", "reduce-scatter", -calls * (2 + work.references), sequences
+    gathered = work.microbatch * ceil(work.length / tp) * tp * row
+    yield "tp", "all-gather", -calls * (1 + forwards), gathered
+    yield "tp", "reduce-scatter", -calls * (2 + work.references), gathered
 
 
 TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)

@@ -153,12 +153,12 @@ def rounded(matrix: Tensor) -> Tensor:
 def why_not_in_4_bits(config: LlamaConfig, tp: int = 1) -> str:
     """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
     # Of wo and w2 each rank has some columns, of other matrices whole rows (see packed_shape).
-    for what, width in (("heads of together", config.q_dim), ("--ffn-dim of", config.ffn_dim)):
+    for what, width in (("all heads have", config.q_dim), ("--ffn-dim is", config.ffn_dim)):
         if width % (BLOCK * tp):
             smaller_tp = "a smaller --tp, or " if tp > 1 else ""
             return (
                 f"--base-bits 4 needs blocks of {BLOCK} weights for each of {tp} rank(s) along tp, "
-                f"and the base has {what} {width} features: give {smaller_tp}--base-bits 16"
+                f"and {what} {width}: give {smaller_tp}--base-bits 16"
             )
     return ""
 
