@@ -213,9 +213,10 @@ class Plan(Report):
 
 def model_of(asked: Comparison | Plan) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
-    if not asked.lora and (asked.dora or asked.base_bits == 4):
-        raise UserError("--dora and --base-bits are for adapters: give --lora, too")
-    lora = LoRA(asked.rank, dora=asked.dora) if asked.lora else None
+    lora = LoRA(asked.rank, dora=asked.dora)
+    if not asked.lora and (lora != LoRA() or asked.base_bits == 4):
+        raise UserError("--rank, --dora and --base-bits are for adapters: give --lora, too")
+    lora = lora if asked.lora else None
     return build_on_meta(find_preset(asked.model), lora, base_bits=asked.base_bits)
 
 
@@ -225,7 +226,8 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
 
     wanted = parse(Contestant, flags_of_contestant(contestant).split()).parallel
     parallel = decided(wanted, dtype=asked.parallel.dtype)
-    process = replace(process, size=1) if is_alone(contestant) else process
+    if is_alone(contestant):
+        process = replace(process, size=1)
     if parallel.reshard == "adapters" and not asked.lora:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
     work = requested_work(

@@ -235,7 +235,7 @@ class Forks:
         while not (content := self._read(name)):
             if server[0].poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"no '{name}' of {self.request}\n{self._read('err')}")
-            time.sleep(0.005)
+            time.sleep(0.02)
         return json.loads(content)
 
     def _read(self, name: str) -> str:
@@ -267,12 +267,14 @@ def refused(result, *parts: str) -> None:
 def changed_copy(
     copy: Path, patch: str = "", edits: dict[str, str] | None = None, file: str = "model"
 ) -> tuple[str, Path]:
-    """Copy the project's scripts; apply a patch of tests/changes; then replace strings that a file
-    has once. Returns the first arguments of `launch` for a script of the copy."""
+    """Copy the project's scripts, with what Python has compiled of them; apply a patch of
+    tests/changes; then replace strings that a file has once. Returns the first arguments of
+    `launch` for a script of the copy."""
     for folder in (".", *ROOMS, "tests/workers"):
-        (copy / folder).mkdir(parents=True, exist_ok=True)
-        for path in (ROOT / folder).glob("*.py"):
-            shutil.copy(path, copy / folder)
+        (copy / folder / "__pycache__").mkdir(parents=True, exist_ok=True)
+        original = ROOT / folder
+        for path in (*original.glob("*.py"), *original.glob("__pycache__/*.pyc")):
+            shutil.copy2(path, copy / path.relative_to(ROOT))  # times too, as Python compares them
     if patch:
         subprocess.run(["git", "apply", CHANGES / f"{patch}.patch"], cwd=copy, check=True)
     (path,) = (p for room in (".", *ROOMS) if (p := copy / room / f"{file}.py").exists())

@@ -128,7 +128,7 @@ REFUSALS = """
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
 1 | bench.py generate --model tiny --seq-len 8 2040 | are more than the 2048 tokens
-1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
+1 | bench.py limit --rank 4 | --rank, --dora and --base-bits are for adapters: give --lora, too
 # ------------------------------------------------------------------------------ bench.py plan
 1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
 1 | plan --gpus 12 | is no multiple of 8, which a node has: give --gpus 16 for 2 full nodes

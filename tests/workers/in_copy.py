@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _, copy, *sys.argv = sys.argv
 for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None)
-    if name != "__main__" and file and ROOT in Path(file).parents and ".venv" not in file:
+    if name != "__main__" and file and file.startswith(f"{ROOT}/") and ".venv" not in file:
         del sys.modules[name]
 sys.path.insert(0, copy)
 runpy.run_path(f"{copy}/{sys.argv[0]}", run_name="__main__")
