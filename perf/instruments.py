@@ -420,11 +420,12 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     skipped = mock.patch.object(bfloat16_moments, "make_update", lambda *_: lambda *_: None)
     with mode, skipped:
         optimizer = make_optimizer(model, world)
-        batches = itertools.repeat(batch)
-        training = Training(world, model, runner, optimizer, batches, work.microbatch)
+        training = Training(
+            world, model, runner, optimizer, itertools.repeat(batch), work.microbatch
+        )
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets. For both a microbatch
-        # is enough, or one for each rank of a pipeline.
-        first = batch.microbatches(work.microbatch * parallel.pp)[0]
+        # is enough. A pipeline needs all of them: its schedule may be a file for just so many.
+        first = batch if parallel.pp > 1 else batch.microbatches(work.microbatch)[0]
         for _ in range(2 if needs_real_tensors(parallel) else 1):
             training.accumulate(first)
             optimizer.step()
