@@ -170,7 +170,7 @@ def describe_best(plan: Plan, question: Question) -> str:
         )
     elif work.model.config.ffn_uses > 1:
         sentences.append(
-            "On an H200 they were up to 2 % too slow with F = 14,336, up to 9 % too fast with 768."
+            "Predictions on an H200 were up to 2 % too slow with F = 14,336, 9 % too fast with 768."
         )
     elif not plan.machine.caveat:
         spread = SPREAD[kind_of(parallel)]

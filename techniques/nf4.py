@@ -51,7 +51,7 @@ def packed_shape(out: int, width: int) -> tuple[int, int, int]:
     """Return the shape of `weight` for a matrix [out, width]."""
     if width % BLOCK:
         raise UserError(
-            f"4 bits need rows of a multiple of {BLOCK} weights, not of {width}: give 16 bits"
+            f"4 bits need rows of a multiple of {BLOCK} weights, not {width}: give --base-bits 16"
         )
     return out, width // BLOCK, 1 + BLOCK // 2
 
@@ -153,7 +153,7 @@ def rounded(matrix: Tensor) -> Tensor:
 def why_not_in_4_bits(config: LlamaConfig, tp: int = 1) -> str:
     """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
     # Of wo and w2 each rank has some columns, of other matrices whole rows (see packed_shape).
-    for what, width in (("all heads have", config.q_dim), ("--ffn-dim is", config.ffn_dim)):
+    for what, width in (("a row of wo has", config.q_dim), ("--ffn-dim is", config.ffn_dim)):
         if width % (BLOCK * tp):
             smaller_tp = "a smaller --tp, or " if tp > 1 else ""
             return (

@@ -132,7 +132,7 @@ def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
 
 def test_heads_that_no_two_ranks_can_share_in_whole_blocks_are_refused():
     config = LlamaConfig(128, 1, 6, 2, 256, head_dim=32)
-    assert "all heads have 192:" in nf4.why_not_in_4_bits(config, tp=2)
+    assert "a row of wo has 192:" in nf4.why_not_in_4_bits(config, tp=2)
 
 
 # ------------------------------------------------------------------------------------ the format

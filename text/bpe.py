@@ -21,8 +21,8 @@ def train_tokenizer(
     sources: list[str], vocab_size: int, out: Path, reading: Reading | None = None
 ) -> None:
     """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
-    a `tokenizer.model`. Raise UserError if these are too few for the bytes and special tokens,
-    or if there is no text."""
+    a `tokenizer.model`. Raise UserError if these are too few for the bytes and special tokens, or
+    if the corpus has no text that is not held out."""
     smallest = 256 + N_SMALL_SPECIAL
     if vocab_size < smallest:
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
@@ -35,7 +35,7 @@ def train_tokenizer(
         if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
     if not words:
-        raise UserError("there is no text to train a tokenizer on: give some")
+        raise UserError("there is no text, or all of it is held out: give more text")
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
     with hidden_until_complete(out) as hidden, open(hidden, "wb") as file:
         for i, token in enumerate(tokens):

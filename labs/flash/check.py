@@ -151,7 +151,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "backward",
         results["backward"],
         7 * wanted,
-        "{:,.0f} products of query and key; two loops over tiles need {:,}",
+        "{:,.0f} products of query and key; two passes over tiles need {:,}",
         "Backward computes more than tiles need: also those whose keys all come after the queries?",
     )
     one_number = B * H * T * 8
