@@ -16,8 +16,8 @@ FOLDERS = (
 )
 HEAD = """# The map
 
-Every file with the first line of its docstring, made by `python docs/map.py`. Up to
-plumbing/, a folder imports only from those that come after it, and from the top, where model.py
+Every file with the first line of its docstring, made by `python docs/map.py`. Folders
+up to plumbing/ import only from those that come after them, and from the top. At the top, model.py
 imports nothing of ours. labs/, docs/ and tests/ import from all.
 Each lab has a folder in labs/.
 """
