@@ -51,7 +51,7 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 # ---------------------------------------------------------------------------------- token files
 
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
-ROUND_LENGTH = 1000  # sequences in a round, about: a source has its share of them, rounded
+ROUND_LENGTH = 1000  # a round has about so many sequences: of each source its share, rounded
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
@@ -85,7 +85,7 @@ def _write_token_files(
     documents = Counter()
     text_bytes = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
-        while group := list(itertools.islice(pieces, 64)):  # 64 MB, or more if lines are long
+        while group := list(itertools.islice(pieces, 64)):  # about 64 MB if lines are short
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
             for piece, tokens in zip(group, arrays):
                 writer = writers[piece.split]

@@ -92,13 +92,13 @@ def load_split(
         whole = config.build()
         model = config.build()  # the one that is split; `whole` answers what is refused
     document = seq_len if asked.chat else 0
-    # Without a batch, it is one microbatch on each share.
+    # Without a batch, the step is a microbatch of each share.
     work = requested_work(
         parallel, whole, process, None, seq_len, asked.microbatch, document=document
     )
     check_batch(work)
     check_parallel(work, asked.parallel.shard, process)
-    check_work(work, *techniques)  # before add_adapters, which cannot make each size in 4 bits
+    check_work(work, *techniques)  # before add_adapters, which fails at some sizes in 4 bits
     if adapter or bits == 4:
         add_adapters(model, lora, bits)
     model.requires_grad_(False)

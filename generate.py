@@ -105,7 +105,7 @@ def load_model(
 def compile_blocks(model: nn.Module) -> None:
     """Let each block's step be compiled at its first call, once for all blocks of a kind. Then the
     first answer takes longer to begin, and each token less."""
-    torch._dynamo.config.recompile_limit = 64  # graphs: by numbers of rows and sizes of a cache
+    torch._dynamo.config.recompile_limit = 64  # one for each number of rows and size of a cache
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, dynamic=False)
 

@@ -17,8 +17,8 @@ In the first update after sampling a ratio is 1, but it has the gradient of log 
 the gradient of the loss is that of the mean reward, times -(G - 1) / G. With --updates N a step's
 answers are split into N parts, and the optimizer takes a step on each. From the second on the
 weights are no longer those that drew the answers. So ratios are clipped, as in PPO (Schulman et al.
-2017, arXiv:1707.06347): a token has no gradient once its ratio has gone further than --clip-ratio
-allows where its advantage drives it: up, or down if that is negative. The upper bound is the wider
+2017, arXiv:1707.06347). A positive advantage drives a ratio up, a negative one drives it down, and
+beyond the bound of --clip-ratio on that side a token has no gradient. The upper bound is the wider
 one, so that rare tokens can grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
 
 GRPO (Shao et al. 2024, arXiv:2402.03300) also divides by the length of an answer, which makes long
@@ -28,8 +28,9 @@ divide by neither, as we do here; --normalize std divides by the standard deviat
 
 --kl K adds K (r - log r - 1) to the loss of each token, with r = p_base(token) / p(token), where
 the base is this model with its adapters off. The mean of r - log r - 1 over drawn tokens estimates
-KL(model, base) (Schulman 2020, "k3"). It is multiplied by the ratio, or its gradient would be that
-of KL(base, model), since tokens are drawn from the model (Tang and Munos 2025, arXiv:2506.09477).
+KL(model, base) (Schulman 2020, "k3"). This term is multiplied by the ratio. Else, as tokens are
+drawn from the model, its gradient would be that of KL(base, model) (Tang and Munos 2025,
+arXiv:2506.09477).
 
 Sampling computes p a token at a time, with a cache, and training computes it for all tokens at
 once: a run checks that both agree. In bfloat16 they do so roughly, so a token has the weight
@@ -88,7 +89,7 @@ from text.targets import SHOWN
 # How far rounding takes log p of a token in training from that in sampling, at most.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.log(2)}
 WARN_ABOVE = 1e-3  # share of a step's tokens that are further, in bfloat16
-LEAST_STD = 1e-6  # for --normalize std: what differs by rounding alone is not made large
+LEAST_STD = 1e-6  # for --normalize std: what rounding alone makes differ stays small
 REPLAYS = True  # training takes the experts that sampling has chosen
 
 

@@ -114,8 +114,9 @@ def moved_bytes(work: Work) -> float:
     passes = 4 if p.recomputes else 3  # backward moves twice as many as forward
     passes += work.references
     has_kernel = D % 8 == c.ffn_dim % 8 == 0  # see GroupedLinear in experts.py
-    is_whole = has_kernel and p.fixes_shapes(work.on_gpu)
-    is_compiled = p.compile and (is_whole or not several or not p.recomputes)  # see recompute.py
+    one_graph = has_kernel and p.fixes_shapes(work.on_gpu)  # experts, too, are compiled
+    # As stays_uncompiled in recompute.py decides.
+    is_compiled = p.compile and (one_graph or not several or not p.recomputes)
     factor = 1.0 if is_compiled else EAGER_FACTOR
     return passes * p.weight_bytes * elements * factor
 
@@ -170,7 +171,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     p = work.parallel
     m = work.microbatches
     rate = machine.peak * machine.matmul_fraction
-    # The first rank has as many blocks as any, and the last has the logits.
+    # No rank has more blocks than the first, and the last has the logits: one of them is busiest.
     of_ranks = {rank: compute_time(work, machine, rank) for rank in (0, p.pp - 1)}
     busiest = max(of_ranks, key=lambda rank: sum(of_ranks[rank].values()))
     parts = {name: m * seconds for name, seconds in of_ranks[busiest].items()}

@@ -141,7 +141,7 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
     seq_len tokens, and recomputation is not counted, so that published figures compare.
-    With adapters, the gradients of the first block's inputs count, which nothing needs.
+    With adapters, the gradient of the first block's input counts, too, which nothing needs.
     In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %. The
     exercise labs/scaling plans a run by its FLOPs."""
     config = model.config

@@ -14,7 +14,8 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?=\s*\S)(?:(?!</?thi
 
 
 def final_number(text: str) -> float | None:
-    """Return the last number after the last ####, or of all without one; None if there is none."""
+    """Return the last number after the last ####, or of the whole text if that has no ####. Return
+    None if there is no number."""
     _, _, marked = text.rpartition("####")
     numbers = NUMBER.findall(marked)
     return float(numbers[-1].replace(",", "")) if numbers else None

@@ -1,6 +1,7 @@
 """Steps to compare flatllama's with: bare products and attention, and transformers' with peft's.
 
-Both functions take what make_step takes: so bench.py compare and limit run them in turns with ours.
+bare_step and transformers_step take what make_step takes, so that bench.py compare and limit run
+them in turns with ours.
 """
 
 from collections.abc import Callable, Iterator

@@ -130,8 +130,8 @@ def end_if_orphaned() -> None:
 
 
 def _leave_to_thread(number: int, frame) -> None:
-    """Handle SIGINT in the main thread. The watching thread ends the process. A flag tells it to,
-    since the handler may have changed before it looks."""
+    """Handle SIGINT in the main thread: set a flag, at which the watching thread ends the process.
+    It cannot ask who handles SIGINT: when it looks, that may be another function already."""
     _left_to_thread.set()
 
 

@@ -1,6 +1,7 @@
 """Characters that a terminal would obey, and how they are printed."""
 
-# Control characters, and those that reverse the direction of text. ESCAPED is for str.translate.
+# Control characters, Unicode's ends of lines, and what turns the direction of text. ESCAPED is for
+# str.translate.
 CONTROL = [range(9), range(10, 32), range(127, 160), range(8232, 8239), range(8294, 8298)]
 ESCAPED = {}
 for codes in CONTROL:

@@ -17,10 +17,10 @@ is the mirror image: gradients go around the other way, as sums for columns, as 
 Communication over tp: a gather or scatter of payload a (parallel.py) becomes n - 1 messages
 of a / n bytes, which is what a ring of n ranks sends for either; embedding and loss keep their
 collectives. If a message takes no longer than the product beside it, the wait is gone. Only the
-first layer that reads gathered tokens hides their arrival: wq, or w1. Recomputing (--checkpointing)
-also repeats the products and messages of w2; in compiled blocks not these, but with full those of
-wo. A weight's gradient is a sum over n chunks in the dtype of computation: in bfloat16 less exact,
-the larger n is.
+first layer that reads gathered tokens hides their arrival: wq, or w1. With --checkpointing backward
+repeats messages, and more of them than plain tensor parallelism repeats collectives: see `sends`.
+A weight's gradient is a sum over n chunks in the dtype of computation: in bfloat16 less exact, the
+larger n is.
 
 Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
 have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. A pass of
@@ -245,8 +245,8 @@ def refuses(work) -> str:
 
 def sends(model: Llama, work) -> Iterator[tuple]:
     """Messages in place of the blocks' collectives, n - 1 for each. What backward multiplies again,
-    it also sends again: with full the sums of wo, and those of w2, except where a block is compiled
-    and does not need w2's output."""
+    it also sends again: at each level of --checkpointing both gathers and the sums of w2, and with
+    full the sums of wo. A compiled block repeats those of w2 only if it normalizes them."""
     parallel = work.parallel
     n = parallel.tp
     m = work.microbatches

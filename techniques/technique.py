@@ -20,7 +20,8 @@ or methods, tell them what they have to know. In a model's file:
     matrices          names of its parameters that are matrices, or stacks of them, where it is no
                       Linear or Embedding: weight decay is for these
     norms_outputs     True: a block that normalizes what attention and feed-forward return, so that
-                      backward needs w2's output, too, which ranks along tp then sum up again
+                      backward needs w2's output, too. If that is not kept, ranks along tp sum it up
+                      again
     token_layers      names of its linear layers that PLAN makes OwnTokens(): Muon's costs ask
 
 In the files of techniques, of experts and of adapters:

@@ -341,7 +341,8 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
     asynchronous = replace(tp, parallel=replace(tp.parallel, async_tp=True))
     assert step_time(asynchronous, H100)["tp"] < step_time(tp, H100)["tp"] / 3
-    # A reference's forward sends chunks, too: all but the embedding's sum, and the loss's gradient.
+    # A reference's forward sends chunks, too. What is left are the sums of the embedding, in both
+    # forwards, and of the loss's gradient.
     with_reference = replace(asynchronous, references=1)
     assert sends(with_reference)["tp", "reduce-scatter"][0] == 3 * tp.microbatches
 
