@@ -37,12 +37,14 @@ def pairwise(
     pairs for its cost (a greedy cover), and changes single values of it as long as that adds more.
     """
     items = [(name, value) for name, values in options.items() for value in values]
-    bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
+    numbers = {item: i for i, item in enumerate(items)}
     walked = itertools.islice(random_walk(options, possible, seed), steps)
     cases = list({tuple(case.values()): case for case in walked}.values())
 
-    def pairs_of(case: dict) -> int:  # as bits of an integer; items are in the order of options
-        return sum(bits[pair] for pair in itertools.combinations(case.items(), 2))
+    def pairs_of(case: dict) -> int:  # bit j of the i-th block of bits stands for items i < j
+        own = [numbers[item] for item in case.items()]
+        bits = sum(1 << i for i in own)
+        return sum((bits >> i + 1 << i + 1) << i * len(items) for i in own)
 
     def worth(pairs: int, cost: float) -> float:
         return (pairs & uncovered).bit_count() / cost

@@ -167,11 +167,13 @@ EXACT = {  # a model, and how it is split
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_plain_llama_sends_exactly_that(name):
-    """README's table, in three microbatches on the first and on the last stage."""
+    """README's table, in two microbatches on the first and on the last stage. A pipeline gets a
+    third one, which begins beside gradients, as the page takes for given."""
     config, split = EXACT[name]
     parallel = ParallelConfig(**dict(dtype=torch.bfloat16) | split)
-    work = step_of(build_on_meta(config), parallel, 2, 3, 256)
-    for stage in {0, work.parallel.pp - 1}:
+    microbatches = 2 if parallel.pp == 1 else 3
+    work = step_of(build_on_meta(config), parallel, 2, microbatches, 256)
+    for stage in {0, parallel.pp - 1}:
         sent, held = emulate(work, stage)
         expected = pytest.approx(payload_of(sent), rel=1e-12)
         assert payload_of(sends(work, stage)) == expected, stage
