@@ -213,7 +213,7 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
             raise
         raise UserError(f"model.py fails with small sizes: {describe(error)}")
     rows, layers = 1, min(config.n_layers, 4)
-    cases = [(layers, 769, False)]  # longer than a chunk of the loss, and than a small window
+    cases = [(layers, 521, False)]  # longer than a chunk of the loss, and than a small window
     if pp > 1:  # stages begin where those of the run do, and many microbatches would take seconds
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
@@ -222,7 +222,7 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
     elif layers < config.n_layers:  # later layers may differ from the first
         cases.append((config.n_layers, 8, False))
     if cp > 1:  # other code masks documents there, and a rank sees a part of the run's length
-        cases += [(layers, min(seq_len, 2048), False), (layers, 769, True)]
+        cases += [(layers, min(seq_len, 2048), False), (layers, 521, True)]
     world = replace(world, parallel=parallel)
     one_by_one = partial(accumulate, microbatch=1)
     for n_layers, length, packed in cases:

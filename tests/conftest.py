@@ -42,10 +42,6 @@ def pytest_configure(config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
-def asks_for_slow(config) -> bool:
-    return "slow" in config.option.markexpr.replace("not slow", "")
-
-
 # Slow tests come in parts: `-m "slow and exact"`. Files that stand nowhere here are of "runs".
 PARTS = {
     "exact": ["test_exact"],
@@ -58,6 +54,13 @@ PARTS = {
 PART_OF_FILE = {file: part for part, files in PARTS.items() for file in files}
 DRAWN = "exact", "counts", "faults"  # have hundreds of tests; a day takes a third of them
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # the day, or "all"
+
+
+def asks_for_slow(config, part: str = "") -> bool:
+    """Return whether slow tests are asked for, and no other part than `part` is named."""
+    asked = config.option.markexpr.replace("not slow", "")
+    named = {name for name in (*PARTS, "runs") if name in asked}
+    return "slow" in asked and (not part or named <= {part})
 
 
 def is_drawn(item) -> bool:

@@ -292,7 +292,7 @@ def of_objectives(cases: dict[str, tuple[int, dict]]) -> dict[str, tuple[int, di
 
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
-    """Return all others: drawing them takes some seconds."""
+    """Return all others."""
     cases = {}
     for ranks in FAST:
         cases |= named(ranks, drawn_slowly(ranks))
@@ -350,7 +350,7 @@ def test_config_names_every_schedule():
 def pytest_generate_tests(metafunc) -> None:
     if metafunc.function.__name__ == CASE_TEST:
         cases = [pytest.param(*given, id=name) for name, given in QUICK.items()]
-        if asks_for_slow(metafunc.config):
+        if asks_for_slow(metafunc.config, "exact"):  # drawing them takes a minute
             for name, given in slower_cases().items():
                 cases.append(pytest.param(*given, id=name, marks=pytest.mark.slow))
         metafunc.parametrize("ranks, given", cases)
