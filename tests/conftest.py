@@ -49,6 +49,7 @@ PARTS = {
     "faults": ["test_faults", "test_mutants"],
     "models": ["test_models", "test_own_files", "test_changes", "test_export"],
     "tasks": ["test_preferences", "test_rewards", "test_distill", "test_experts", "test_finetune"],
+    "endings": ["test_crashes", "test_endings", "test_stuck"],
     "classes": ["test_labs", "test_labs_answers", "test_labs_grading", "test_race"],
 }
 PART_OF_FILE = {file: part for part, files in PARTS.items() for file in files}

@@ -3,9 +3,10 @@ does a run with experts of 86671ca, when LlamaConfig had fields for them.
 
 All is written with these commits' own files. What is loaded equals what was stored in every bit;
 of an adapter's factors, whose file has other names and another order of rows, the next losses tell.
-The learning rates of later steps, which are computed from flags alone, are equal too. Losses and
+The learning rates of later steps, which are computed from flags alone, are equal too, and so are
+the tokens of pretraining; those of conversations were counted with their padding. Losses and
 gradient norms may differ by rounding, because a kernel may be written anew: by 1e-5 of their size
-at most, and by 1e-12 in the run in float64.
+at most, and by 1e-12 in the runs in float64.
 """
 
 import json
@@ -48,8 +49,9 @@ RUNS = {
     "dora": Run("finetune_lora.py", f"{FINETUNING} --dora --targets wq w2"),
     "four": Run("train.py", BFLOAT16_MOMENTS, 4, "--dp fsdp --tp 2"),
     "pipeline": Run("train.py", FLOAT64, 2, "--pp 2 --microbatch 4"),
-    "experts": Run("train.py", f"{PRETRAINING} 2 --model tiny-experts --n-experts 4 --ep 2", 2,
-                   "--dp fsdp", BEFORE_FAMILIES),
+    # The norm by which that commit clipped had what stands for the gradient of the experts' bias.
+    "experts": Run("train.py", f"{PRETRAINING} 2 --model tiny-experts --n-experts 4 --ep 2 "
+                   "--dtype float64 --clip 1e9", 2, "--dp fsdp", BEFORE_FAMILIES),
 }  # fmt: skip
 
 
@@ -120,11 +122,11 @@ def test_a_run_resumes(name, old, tmp_path):
 
     tolerance = 1e-12 if "float64" in run.flags else 1e-5
     ours, theirs = metrics(out), metrics(old / name)
-    assert [row["step"] for row in ours] == [1, 2, 3, 4, 5, 6]
     for row, expected in zip(ours, theirs, strict=True):
-        for key in ("step", "tokens", "lr"):
+        for key in ("step", "lr") if is_adapter else ("step", "tokens", "lr"):
             assert row[key] == expected[key], key
-        for key in ("loss", "bits_per_byte", "grad_norm"):
+        losses = "loss", "bits_per_byte"
+        for key in losses if name == "experts" else (*losses, "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=tolerance, abs=0), key
 
 
