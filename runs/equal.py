@@ -289,8 +289,8 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
                 f"{name} of model.py got no gradient: use it in every microbatch without .detach() "
                 f"and no_grad, or remove it"
             )
-    # A right gradient's error is rounding, about 1e-8, and curvature. A smaller step has a hundredth
-    # of the curvature; a wrong gradient's error stays.
+    # A right gradient's error is rounding, about 1e-8, and curvature, of which a tenth of the step
+    # has a hundredth. A wrong gradient's error stays.
     if any(slope_error(model, batch, [*trained.values()], size) <= 1e-6 for size in (1e-6, 1e-7)):
         return
     # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
