@@ -204,7 +204,7 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
 
 
 OF_ANSWERS = [
-    dict(cp=2),
+    slow(dict(cp=2)),
     slow(dict(dp="fsdp")),
     slow(dict(tp=2)),
     slow(dict(pp=2, microbatch=2)),

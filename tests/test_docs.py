@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, succeed
+from conftest import ENVIRONMENT, ROOT, hugging_face_model, launch, parsed_by, slow, succeed
 from test_train import flags
 
 from model import LlamaConfig
@@ -396,7 +396,9 @@ def test_what_was_measured_is_kept_and_errors_are_run_again(tmp_path, monkeypatc
     assert results[second]["result"] == "done"
 
 
-@pytest.mark.parametrize("what", gpu.MEASURES)
+@pytest.mark.parametrize(
+    "what", [slow(name) if name == "rewards" else name for name in gpu.MEASURES]
+)
 def test_what_is_measured_in_here_runs_on_a_cpu(what):
     (line,) = succeed("docs/gpu.py", "--measure", what).out.splitlines()
     assert json.loads(line)

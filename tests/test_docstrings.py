@@ -9,7 +9,7 @@ from text.corpora import Reading, read_pieces, split_of
 
 def test_modules_held_out_are_those_that_pretraining_holds_out(monkeypatch):
     """And the order of the files does not matter."""
-    some = conversations.standard_library()[::3]  # all take three times as long
+    some = conversations.standard_library()[::6]  # all take six times as long
     monkeypatch.setattr(conversations, "standard_library", lambda: some)
     functions = list(conversations.docstrings())
     files = [path for path in some if path.stat().st_size]
@@ -17,7 +17,7 @@ def test_modules_held_out_are_those_that_pretraining_holds_out(monkeypatch):
     split_of = {"/".join(path.parts[-2:]): p.split for path, p in zip(files, pieces, strict=True)}
     assert {(module, split) for split, module, *_ in functions} <= split_of.items()
     splits = [split for split, *_ in functions]
-    assert splits.count("train") > 300 and splits.count("val") > 7
+    assert splits.count("train") > 150 and splits.count("val") > 3
     some.reverse()
     assert list(conversations.docstrings()) == functions
 

@@ -112,7 +112,7 @@ def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, nproc):
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
-@pytest.mark.parametrize("save_every", [5, 0])
+@pytest.mark.parametrize("save_every", [5, slow(0)])
 def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
     """One rank gets the signal, and all end. A save that is due comes first."""
     (long := tmp_path / "long.txt").write_text("one two three\n" * 100_000)
@@ -245,7 +245,7 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
     "raised, told, shown",
     [
         ('ValueError("a reason\\nin two lines")', "ValueError: a reason", "in two lines"),
-        ("SystemExit(3)", "SystemExit: 3", ""),
+        slow("SystemExit(3)", "SystemExit: 3", ""),
         ("KeyboardInterrupt", "KeyboardInterrupt", ""),
     ],
 )

@@ -76,7 +76,7 @@ OPTIONS |= dict(
     rope_scaling=(1.0, 8.0),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 14, 4: 5}  # ranks to train on -> how many cases the fast tests take
+FAST = {1: 12, 2: 12, 4: 3}  # ranks to train on -> how many cases the fast tests take
 MOST_ATTENTIONS = 8  # forwards of attention in one step of a case that the fast tests take
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
@@ -157,7 +157,7 @@ def drawn_quickly(ranks: int) -> list[dict]:
         given = make_case(ranks, drawn)
         layers = given["config"]["n_layers"] / drawn["pp"]
         is_quick = attentions(given, layers) <= MOST_ATTENTIONS
-        if is_quick and not drawn["compile"]:
+        if is_quick and drawn["tp"] < 4 and not drawn["compile"]:
             quick.append(drawn)
     return quick[: FAST[ranks]]
 
@@ -205,14 +205,10 @@ EP_4 = [
     EP | dict(tp=2, ep=4, cp=2, checkpointing="selective", microbatch=4, optimizer="muon"),
 ]
 LATENTS = EP | dict(family="deepseek_v3", tp=2)
-LATENTS_2 = [
-    LATENTS | dict(microbatch=1, adapters="latents", checkpointing="selective"),
-    LATENTS | dict(optimizer="muon", packed=True, rope_scaling=8.0, generate=True),
-]
-LATENTS_4 = [LATENTS | dict(cp=2, ep=4, checkpointing="full", microbatch=4), LATENTS | dict(pp=2)]
+LATENTS_2 = LATENTS | dict(optimizer="muon", packed=True, rope_scaling=8.0, generate=True)
 QUICK = named(1, DRAWN[1])
-QUICK |= named(2, [*DRAWN[2], BIASED, NORMED, WINDOWED, *EP_2, *LATENTS_2])
-QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, *LATENTS_4])
+QUICK |= named(2, [*DRAWN[2], BIASED, NORMED, WINDOWED, *EP_2, LATENTS_2])
+QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, LATENTS | dict(pp=2)])
 WIDE = ODD | dict(dim=240, ffn_dim=1400)
 QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)
 for ranks in (1, 2):
@@ -231,7 +227,6 @@ OBJECTIVES = [
     (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
     (2, "sigmoid", "none", dict(cp=2, dp="fsdp")),
     (2, "ipo", "none", dict(dp="fsdp", ep=2, family="qwen3_moe")),
-    (2, "ipo", "none", dict(tp=2, tied=True, microbatch=4)),
     (2, "sigmoid", "none", dict(pp=2, microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
     (1, "rewards", "none", dict(family="deepseek_v3", microbatch=1)),
@@ -242,7 +237,6 @@ OBJECTIVES = [
     (1, "forward", "all", dict(microbatch=1, checkpointing="full")),
     (1, "reverse", "none", dict(tied=True)),
     (2, "forward", "none", dict(dp="fsdp", microbatch=1)),
-    (2, "forward", "all", dict(tp=2, microbatch=4)),
     (2, "reverse", "none", dict(tp=2, tied=True, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", cp=2, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", ep=2, family="mixtral")),

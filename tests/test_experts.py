@@ -94,7 +94,7 @@ def test_a_run_on_four_ranks_is_resumed_on_two_and_on_one(corpus, tmp_path):
         same_metrics(metrics(out), metrics(first))
 
 
-@pytest.mark.parametrize("script", ["finetune_lora.py", "preferences.py", "rewards.py"])
+@pytest.mark.parametrize("script", ["finetune_lora.py", slow("preferences.py"), slow("rewards.py")])
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_a_task_is_the_same_on_several_ranks(tmp_path, sums, script, ranks):
     """Steps of all weights: on packed conversations, on pairs, and on answers with equal rewards,

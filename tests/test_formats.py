@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import hugging_face_model, like, succeed
+from conftest import hugging_face_model, like, slow, succeed
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from files import export, formats
@@ -145,8 +145,8 @@ def test_transformers_and_we_load_each_others_files(config, file_bytes, tmp_path
         assert formats.hf_config(theirs) == config
 
 
-CONFIGS = PLAIN, SCALED, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, DEEPSEEK_LONG
-CONFIGS += OLMO2, OLMO3, GEMMA3
+CONFIGS = PLAIN, SMALL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK, OLMO2, OLMO3, GEMMA3
+CONFIGS += slow(SCALED), slow(DEEPSEEK_LONG)
 
 
 def without(fields: dict, name: str) -> dict:

@@ -124,6 +124,7 @@ def test_all_kinds_of_models_are_in_the_table():
     assert {name for row in rows for name in names(row[1])} == PUBLISHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MODELS)
 def test_models_are_exported_to_the_formats_in_the_table(row, tmp_path):
     (_, types, _, formats) = next(cells for cells in table("model") if cells[0] == row)

@@ -124,6 +124,7 @@ def test_commands(copy):
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
+@pytest.mark.slow
 def test_exit_codes(copy):
     """0 all is right or graded, 1 something is wrong or was not graded, 2 it cannot be done."""
     in_copy(copy, "check", "nf4", code=1)  # not written yet

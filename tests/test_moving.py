@@ -96,6 +96,7 @@ def as_text(value) -> list[str]:
     return [str(value) for value in values]
 
 
+@pytest.mark.slow
 def test_each_command_trains_what_its_table_says(recipes, home):
     """Each runs until it has written config.json, with its flags and the values that it has chosen.
 

@@ -248,6 +248,7 @@ def test_nothing_is_used_before_it_has_arrived(tmp_path):
         assert_trained(result, LATE[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, file, line, fault, told", FAULTS)
 def test_a_missing_wait_is_found(tmp_path, name, file, line, fault, told):
     within = *with_fault(tmp_path / "copy", file, line, fault), LATE_WORKER

@@ -282,6 +282,7 @@ def test_a_choice_that_barely_fits_is_counted():
         assert (parallel.dp, asked) == (expected, counted)
 
 
+@pytest.mark.slow
 def test_a_step_is_counted_in_another_process():
     parallel = ParallelConfig(dp="fsdp", shard=4, compile=True)
     work = Work(build_on_meta(LlamaConfig(64, 3, 4, 2, 160, 512)), parallel, 4, 1, 256, on_gpu=True)

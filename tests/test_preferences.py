@@ -64,7 +64,7 @@ def unsplit(tmp_path_factory, base):  # noqa: F811
 
 @pytest.mark.parametrize("split", [
     "--dp fsdp --eval-every 2",
-    "--pp 2 --eval-every 2",
+    slow("--pp 2 --eval-every 2"),
     slow("--dp ddp"),
     slow("--dp zero1"),
     slow("--dp fsdp --reshard none"),

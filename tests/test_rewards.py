@@ -86,7 +86,7 @@ SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
         slow(dict(tp=2), dict(dora=True)),
         slow(dict(cp=2), {}),
         (dict(dp="fsdp"), SEVERAL | dict(kl=0.1)),
-        (dict(dp="zero1"), SEVERAL | dict(all_weights=True)),
+        slow(dict(dp="zero1"), SEVERAL | dict(all_weights=True)),
         slow(dict(cp=2), SEVERAL | dict(dora=True, kl=0)),
         slow(dict(dp="ddp", compile=True), SEVERAL | dict(kl=0.1)),
         slow(dict(tp=2), SEVERAL | dict(kl=0.1)),
@@ -173,7 +173,7 @@ def test_a_changed_reward_is_told_on_resume(given, tmp_path, capsys):
 @pytest.mark.parametrize(
     "backend, mesh",
     [
-        ("aot_eager_decomp_partition", {}),
+        slow("aot_eager_decomp_partition", {}),
         slow("inductor", {}),
         slow("inductor", dict(dp="fsdp")),
         slow("inductor", dict(tp=2)),
@@ -216,7 +216,7 @@ def given_experts(given, tmp_path_factory):
     "family, nproc, more",
     [
         ("mixtral", 2, dict(dp="fsdp", ep=2, all_weights=True, updates=2, group=4)),
-        ("deepseek_v3", 0, dict(all_weights=True, microbatch=4, checkpointing="full")),
+        slow("deepseek_v3", 0, dict(all_weights=True, microbatch=4, checkpointing="full")),
         slow("mixtral", 2, dict(cp=2, microbatch=2, updates=2, group=4, targets="wq")),
         slow("mixtral", 2, dict(pp=2, microbatch=2, checkpointing="full", targets="wq")),
         slow(
@@ -284,6 +284,7 @@ def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
     refused(launch(*within, *given, nproc=2), "Router chooses by itself: let it call self.best")
 
 
+@pytest.mark.slow
 def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_path):
     """Chosen anew, rounding sends some tokens to other experts: that is said once, here of a single
     token already, and such a token weighs no more than --max-ratio."""
