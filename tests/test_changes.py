@@ -141,18 +141,11 @@ FORWARD = "first in forward: the output of layers."
 TP = f"{FORWARD} ... under --tp a rank has some of the heads"
 REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a norm of features": ({FEATURES: f"F.normalize({FEATURES}, dim=-1)"}, dict(tp=2), TP),
-    "keys of another microbatch": (
-        SHARED_GLOBAL, dict(pp=2, microbatch=1, n_layers=4, checkpointing="full"),
-        "first in backward: the gradient of the output of layers.1.feed_forward.w3"),
-    "a norm before q": (  # needs all tokens at once
-        {"self.wq(x)": "self.wq(F.rms_norm(x, x.shape[-1:]))"}, dict(tp=2, async_tp=True),
-        "leave out --async-tp"),
     "detached": ({"self.w1(x)": "self.w1(x).detach()"}, {},
                  "layers.1.feed_forward.w1.weight of model.py got no gradient"),
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
-    "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "dropout of scores": (
         {"v: Tensor, mask) ->": "v: Tensor, mask, p) ->", "options = dict(": "options = dict("
          "dropout_p=p / 10, ", "self.attend(q, k, v, mask)":
@@ -164,13 +157,21 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "features where all are needed": (
         {FEATURES: f"self.w1(x)[..., :1] * {FEATURES} * x.mean(-1, keepdim=True)"}, dict(tp=2),
         ", FeedForward: aten.mul ... for outputs that every rank needs, as a router's"),
+    # From here on, slow tests.
+    "keys of another microbatch": (
+        SHARED_GLOBAL, dict(pp=2, microbatch=1, n_layers=4, checkpointing="full"),
+        "first in backward: the gradient of the output of layers.1.feed_forward.w3"),
+    "a norm before q": (  # needs all tokens at once
+        {"self.wq(x)": "self.wq(F.rms_norm(x, x.shape[-1:]))"}, dict(tp=2, async_tp=True),
+        "leave out --async-tp"),
+    "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
 }  # fmt: skip
 
 
-SLOWER = "keys of another microbatch", "a norm before q", "a sum of logits"
+PLACES = [*REFUSED]
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in SLOWER else name for name in REFUSED])
+@pytest.mark.parametrize("name", [*PLACES[:6], *map(slow, PLACES[6:])])
 def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_path):
     edits, options, says = REFUSED[name]
     within = changed_copy(tmp_path / "copy", edits=edits)
@@ -179,7 +180,7 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     refused(launch(*within, "train.py", *given, nproc=ranks * (ranks > 1)), *says.split(" ... "))
 
 
-@pytest.mark.parametrize("edits", [SHARED, SCALES], ids=["values", "scales"])
+@pytest.mark.parametrize("edits", [SHARED, slow(SCALES)], ids=["values", "scales"])
 def test_a_change_in_its_right_place_is_exact(edits, corpus, tmp_path):
     """Values of another layer are handed on as arguments; a scale for each head is in PLAN."""
     within = changed_copy(tmp_path / "copy", edits=edits)
@@ -306,6 +307,7 @@ def test_other_code_than_trained_a_run_is_told(corpus, tmp_path):
     assert told in succeed(*no_rope, *run, "--steps", 4).err
 
 
+@pytest.mark.slow
 def test_dropout_is_for_training(corpus, tmp_path):
     """As seen after two steps without a learning rate."""
     dropped = f"F.dropout({FEED_FORWARD}, 0.5, self.training)"

@@ -77,7 +77,7 @@ def nothing_survives(tmp_path):
 
 def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpus, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
-    given = dict(steps=15, dp="fsdp")
+    given = dict(steps=12, dp="fsdp")
     arguments = flags(corpus, out, save_every=1, **given)
     uninterrupted = Forks("train.py", *flags(corpus, whole, **given), nproc=2)
     killed = Forks("train.py", *arguments, nproc=2)

@@ -76,7 +76,7 @@ OPTIONS |= dict(
     rope_scaling=(1.0, 8.0),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 12, 4: 3}  # ranks to train on -> how many cases the fast tests take
+FAST = {1: 10, 2: 10, 4: 3}  # ranks to train on -> how many cases the fast tests take
 MOST_ATTENTIONS = 8  # forwards of attention in one step of a case that the fast tests take
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
@@ -116,7 +116,6 @@ def make_case(ranks: int, drawn: dict) -> dict:
     if bits == 4 or has_float8:  # both compute in blocks of features: each rank needs whole ones
         config |= dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config["tie_embeddings"] = drawn["tied"]
-    config["rope_scaling"] = drawn["rope_scaling"]
     config |= family
     if drawn["family"] in ("qwen3", "qwen3_moe"):  # heads are together wider than the model
         config["head_dim"] = 16 if config["dim"] % 64 else 64
@@ -130,6 +129,7 @@ def make_case(ranks: int, drawn: dict) -> dict:
     model = meta_model(config_of(config), trainable=not lora)
     work = Work(model, parallel, BATCH, microbatch, seq)
     check_step(work, bits)
+    config["rope_scaling"] = drawn["rope_scaling"]  # after the model was kept, which has no RoPE
     for size in ("replicate", "shard", "stages_per_rank"):
         options[size] = getattr(parallel, size)
     given = case(config, microbatch, **options)
@@ -244,13 +244,10 @@ OBJECTIVES = [
     (2, "top_k", "none", dict(tp=2, checkpointing="selective", microbatch=4)),
 ]
 SLOWER_OBJECTIVES = [  # for the slow tests
-    (2, "sigmoid", "all", dict(dp="ddp")),
     (2, "sigmoid", "none", dict(dp="fsdp", offload=True)),
     (2, "sigmoid", "none", dict(dp="fsdp", family="mixtral", checkpointing="full")),
     (2, "forward", "none", dict(dp="zero1")),
-    (2, "reverse", "all", dict(dp="fsdp", reshard="none")),
     (2, "top_k", "dora", dict(dp="ddp", base_bits=4)),
-    (2, "top_k", "all", dict(pp=2, microbatch=1)),
     (4, "forward", "none", dict(dp="fsdp", tp=2, tied=True)),
 ]
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
-QUICK = "float32 packed, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full"
+QUICK = "float32 packed, fsdp muon, tp, cp packed, nf4 dora full"
 QUICK = [*QUICK.split(", "), "old nf4", "old fsdp muon"]
 WRITES = ["writes", "writes float32", "writes in 4 bits"]
 FAST = [*WRITES, *QUICK]  # of one launch, in which steps of training leave several ranks behind

@@ -142,6 +142,7 @@ def test_exit_codes(copy):
     in_copy(copy, "grade", copy / "class", code=1)
 
 
+@pytest.mark.slow
 def test_released_copies_have_no_solutions(tmp_path):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a clone")

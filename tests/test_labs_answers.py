@@ -77,6 +77,7 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     assert "hint: python labs/run.py hint mean" in out
 
 
+@pytest.mark.slow
 def test_the_ddp_of_a_student_trains_as_the_project(copy):
     """A wrong answer trains otherwise: so the run uses the student's file."""
     (copy / "labs/work").mkdir()

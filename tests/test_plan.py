@@ -164,6 +164,7 @@ def test_a_run_takes_days_and_hours():
     assert hours == pytest.approx(1e12 / float(speed.replace(",", "")) / 3600, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_best_plan_starts(corpus, tmp_path):
     flags = "--model tiny --gpus 1x4 --gpu 60:80:999:99 --dtype float32 --seq-len 32"
     flags += " --batch 8 --no-compile --pp 2 --schedule interleaved"
