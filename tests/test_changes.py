@@ -180,7 +180,7 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     refused(launch(*within, "train.py", *given, nproc=ranks * (ranks > 1)), *says.split(" ... "))
 
 
-@pytest.mark.parametrize("edits", [SHARED, slow(SCALES)], ids=["values", "scales"])
+@pytest.mark.parametrize("edits", [SHARED, slow(SCALES)])
 def test_a_change_in_its_right_place_is_exact(edits, corpus, tmp_path):
     """Values of another layer are handed on as arguments; a scale for each head is in PLAN."""
     within = changed_copy(tmp_path / "copy", edits=edits)
