@@ -6,7 +6,7 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 
-SHORT, LONG = 1_000, 16_000  # steps of a walk that meets some of the possible pairs, or all
+SHORT, LONG = 400, 16_000  # steps of a walk that meets some of the possible pairs, or all
 
 
 def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator[dict]:

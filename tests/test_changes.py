@@ -233,9 +233,9 @@ SHIFT_OF_TWO = {
     (NO_CACHE, "none",
      "generation computes ... with --document-mask and in fine-tuning, a doc"),
     (WINDOW, "none", "generation computes other logits than training"),
-    (CAPPED, "none", "in validation the loss is "),
+    slow(CAPPED, "none", "in validation the loss is "),
     (WQ, "tensorwise", "adapters and 8 bits have no effect in attention.wq"),
-    (ZEROS, "none", "the values that __init__ gives to layers.0.feed_forward.w3.weight (2 of"),
+    slow(ZEROS, "none", "the values that __init__ gives to layers.0.feed_forward.w3.weight (2 of"),
     (UNNAMED, "none", "the output of layers.0.feed_forward.w2 (2 of them) is added to x"),
     (SHIFT_OF_TWO, "none", "in training there is another loss, of the token that is 3 after"),
 ], ids="no_change no_cache window capped no_call zeros unnamed shift".split())  # fmt: skip

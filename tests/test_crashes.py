@@ -22,6 +22,7 @@ from conftest import (
     launch,
     metrics,
     refused,
+    slow,
     succeed,
     wait_for_lines,
     with_fault,
@@ -301,7 +302,7 @@ WEIGHTS, MOMENTS = "weights/__0_0.distcp", "optimizer/__0_0.distcp"
 
 @pytest.mark.parametrize(
     "nproc, name, damage",
-    [(0, MOMENTS, flip), (2, WEIGHTS, truncate), (0, "config.json", Path.unlink)],
+    [slow(0, MOMENTS, flip), (2, WEIGHTS, truncate), (0, "config.json", Path.unlink)],
 )
 def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc, name, damage):
     """It goes back to the one before, and is refused if that is damaged, too."""

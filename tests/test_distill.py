@@ -182,7 +182,7 @@ def same_measures(ours: Path, theirs: Path) -> None:
 
 
 RUNS = [
-    (dict(dp="fsdp"), dict(all_weights=True, top_k=9)),
+    slow(dict(dp="fsdp"), dict(all_weights=True, top_k=9)),
     slow(dict(tp=2), dict(top_k=9)),
     slow(dict(pp=2, microbatch=2), dict(all_weights=True, top_k=9)),
     slow(dict(dp="fsdp", cp=2, offload=True), dict(dora=True)),

@@ -242,6 +242,7 @@ def sleeps(rank: int) -> None:
     time.sleep(9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function, end, platform",
     [

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Forks
+from conftest import ROOT, Forks, slow
 from test_endings import gone_in_time
 from test_finetune import base  # noqa: F401 (a fixture)
 from test_rewards import command, given  # noqa: F401 (a fixture)
@@ -128,7 +128,7 @@ if int(killed_by):
 """
 
 
-@pytest.mark.parametrize("killed_by", [0, 9])
+@pytest.mark.parametrize("killed_by", [slow(0), 9])
 @pytest.mark.parametrize("name", STAYS)
 def test_nothing_outlives_the_run(tmp_path, name, killed_by):
     """And the run does not wait until a reward can take the next answers, which fill the pipe."""
@@ -143,7 +143,7 @@ def test_nothing_outlives_the_run(tmp_path, name, killed_by):
         assert gone_in_time(int(process))
 
 
-@pytest.mark.parametrize("told", [[0, 1], [1]])
+@pytest.mark.parametrize("told", [slow([0, 1]), [1]])
 def test_a_signal_does_not_wait_for_a_reward(given, tmp_path, told):  # noqa: F811
     """The run saves what it has trained, although a reward may take longer than torchrun waits. The
     signal may come to a rank that only waits for the rewards."""

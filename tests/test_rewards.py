@@ -113,7 +113,7 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
     resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
-@pytest.mark.parametrize("when", ["rewarding", "updating"])
+@pytest.mark.parametrize("when", [slow("rewarding"), "updating"])
 def test_a_kill_loses_no_step_that_was_saved(given, tmp_path, when):
     """In the middle of step 3, whose answers are rewarded, or of which the first of two updates is
     done. The run that goes on ends in the bits of one that nobody has stopped."""

@@ -357,6 +357,7 @@ def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
     assert f"warning: --data {data} no longer gives the sequences" in resume(3, seed=1)
 
 
+@pytest.mark.slow
 def test_another_batch_goes_on_in_the_data_where_the_run_stopped(documents, tmp_path):
     """The learning rate is 0: what a step's loss depends on are its sequences alone."""
 
