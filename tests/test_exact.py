@@ -151,7 +151,8 @@ def is_possible(ranks: int, drawn: dict) -> bool:
 
 
 def drawn_quickly(ranks: int) -> list[dict]:
-    """Return cases of a short draw that compute little, those that add most pairs first."""
+    """Return cases of a short draw that compute little, those that add most pairs first. What four
+    ranks along tp compute is left to the slow tests, since DTensor takes long to begin."""
     quick = []
     for drawn in pairwise(OPTIONS, partial(is_possible, ranks), ranks, SHORT):
         given = make_case(ranks, drawn)
