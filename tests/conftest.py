@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -354,6 +355,12 @@ needs_2_13 = pytest.mark.skipif(not HAS_2_13, reason="needs torch 2.13")
 def slow(*case):
     """Return a case of a test that only -m slow runs."""
     return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def slow_after(n: int, cases: Iterable) -> list:
+    """Return the cases of a test. Only -m slow runs those after the first n."""
+    cases = [*cases]
+    return [*cases[:n], *map(slow, cases[n:])]
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from conftest import (
     needs_2_13,
     refused,
     slow,
+    slow_after,
     succeed,
 )
 from exact import GROUPED, assert_traffic, case, train
@@ -168,10 +169,7 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
 }  # fmt: skip
 
 
-PLACES = [*REFUSED]
-
-
-@pytest.mark.parametrize("name", [*PLACES[:6], *map(slow, PLACES[6:])])
+@pytest.mark.parametrize("name", slow_after(6, REFUSED))
 def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_path):
     edits, options, says = REFUSED[name]
     within = changed_copy(tmp_path / "copy", edits=edits)

@@ -235,6 +235,7 @@ def test_conversations_and_exams_are_found_as_texts_are(tmp_path, capsys):
     assert said.count("fields that are not read: completion, n, prompt, te") == 2
 
 
+@pytest.mark.slow
 def test_other_formats_are_named_with_a_command_that_converts_them(tmp_path):
     pandas = pytest.importorskip("pandas")
     datasets = pytest.importorskip("datasets")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, like, slow
+from conftest import ROOT, like, slow_after
 from test_formats import TALK, our_model, saved
 from test_published import (
     QWEN_WORDS,
@@ -141,7 +141,7 @@ def of_letters(inner, config):  # nothing is merged, so that llama.cpp need not 
 OTHERS = tuned_to_chatml, with_a_word, trained_anew, ends_by_a_word, without_nfc, of_letters
 
 
-@pytest.mark.parametrize("change", ["none", "qwen3", *OTHERS[:2], *map(slow, OTHERS[2:])])
+@pytest.mark.parametrize("change", slow_after(4, ["none", "qwen3", *OTHERS]))
 def test_llama_cpp_tokenizes_and_chats_alike(change, tokenizer, tmp_path):
     """Added tokens have their names and kinds, and generation ends at the same ones."""
     if change == "none":

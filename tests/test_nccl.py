@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import slow, with_fault
+from conftest import slow_after, with_fault
 from exact import FOUR_HEADS, GROUPED, assert_trained, case, train
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -181,10 +181,9 @@ MESHES = {
     "pp x cp x tp": dict(dp="fsdp", pp=2, shard=2, cp=2, tp=2),
     "pp, muon": dict(dp="hsdp", pp=2, replicate=2, shard=2, optimizer="muon"),
 }
-QUICK = [*MESHES][:3]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *map(slow, [*MESHES][3:])])
+@pytest.mark.parametrize("name", slow_after(3, MESHES))
 def test_no_rank_gets_stuck(name):
     """Nor does a group begin later than in with_mesh, or send messages outside of a batch."""
     queues = [recorded(rank, name) for rank in range(8)]

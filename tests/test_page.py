@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, like, needs_2_13, slow, step_of
+from conftest import ROOT, like, needs_2_13, slow, slow_after, step_of
 from exact import parallel_config
 
 from config import ParallelConfig, Work
@@ -166,10 +166,7 @@ EXACT = {  # a model, and how it is split; all but five are slow tests
 }
 
 
-NAMES = [*EXACT]
-
-
-@pytest.mark.parametrize("name", [*NAMES[:5], *map(slow, NAMES[5:])])
+@pytest.mark.parametrize("name", slow_after(5, EXACT))
 def test_a_plain_llama_sends_exactly_that(name):
     """README's table, in two microbatches on the first and on the last stage. A pipeline gets a
     third one, which begins beside gradients, as the page takes for given."""
