@@ -237,7 +237,7 @@ OBJECTIVES = [
     (2, "reverse", "none", dict(tp=2, tied=True, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", cp=2, microbatch=4)),
     (2, "reverse", "none", dict(dp="fsdp", ep=2, family="mixtral")),
-    (2, "reverse", "none", dict(pp=2, schedule="interleaved", microbatch=1)),
+    (2, "reverse", "none", dict(pp=2, schedule="interleaved", microbatch=1, tied=True)),
     (2, "top_k", "none", dict(tp=2, checkpointing="selective", microbatch=4)),
 ]
 SLOWER_OBJECTIVES = [  # for the slow tests
