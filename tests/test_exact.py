@@ -225,7 +225,7 @@ OBJECTIVES = [
     (2, "sigmoid", "dora", dict(tp=2, microbatch=4)),
     (2, "ipo", "all", dict(cp=2, microbatch=4)),
     (2, "sigmoid", "dora", dict(pp=2, schedule="gpipe", microbatch=1)),
-    (2, "ipo", "none", dict(dp="fsdp", ep=2, family="qwen3_moe")),
+    (2, "ipo", "none", dict(tp=2, ep=2, family="qwen3_moe", microbatch=4)),
     (2, "rewards", "none", dict(dp="fsdp", microbatch=1)),
     (1, "rewards", "none", dict(family="deepseek_v3", microbatch=1)),
     (2, "rewards", "none", dict(dp="fsdp", ep=2, family="mixtral")),
