@@ -153,7 +153,6 @@ class LoRALinear(nn.Linear):
             norms.square(),
             self.weight.device_mesh,
             partial_sums,
-            run_check=False,
             shape=torch.Size([self.out_features]),
             stride=(1,),
         )

@@ -497,4 +497,4 @@ class ShardedVocabulary(Vocabulary):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All-gather x [...] -> [tp, ...]; backward keeps this rank's part of the gradient."""
-        return DTensor.from_local(x[None], self.mesh, [Shard(0)], run_check=False).full_tensor()
+        return DTensor.from_local(x[None], self.mesh, [Shard(0)]).full_tensor()

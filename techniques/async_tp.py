@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from model import Llama
@@ -47,6 +47,7 @@ from techniques.parallel_layers import (
     GatherTokens,
     blocks_that_norm_outputs,
     local_operand,
+    sharded_by_tokens,
 )
 from techniques.technique import Technique
 
@@ -152,7 +153,7 @@ class Arriving:
 def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
     """Return the sum over ranks of multiply(x): [B, T, out], sharded by tokens. x [B, T, in / n].
     `mark` announces a message to selective checkpointing, which then saves it."""
-    B, T, _ = x.shape
+    T = x.shape[1]
     size = math.ceil(T / ring.size)  # tokens of a chunk
     chunks = with_tokens(x, size * ring.size).split(size, 1)
     total = multiply(chunks[(ring.rank - 1) % ring.size])
@@ -163,11 +164,8 @@ def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
         finally:  # also where checkpointing stops a recomputation, by an exception in multiply
             arrived = Arrive.apply(under_way, total.shape, ring)
         total = own + arrived
-    D = total.shape[2]
     n_tokens = min(size, max(0, T - ring.rank * size))  # of this rank: the last may have fewer
-    own = with_tokens(total, n_tokens)
-    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
-    return DTensor.from_local(own, ring.mesh, [Shard(1)], run_check=False, **whole)
+    return sharded_by_tokens(with_tokens(total, n_tokens), ring.mesh, T)
 
 
 def with_tokens(x: Tensor, n: int) -> Tensor:

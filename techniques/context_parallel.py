@@ -122,7 +122,7 @@ class SharedSequences(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """q [B, T/n, H, E], k and v [B, T/n, KV, E] of this rank's tokens -> as q."""
         own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], with a dimension for ranks
-        parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+        parts = DTensor.from_local(own, self.mesh, [Shard(0)])
         # An all-gather; in backward, gradients that are partial sums make it a reduce-scatter.
         parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
         k, v = whole_sequences(parts)  # [B, T, KV, E] both
@@ -155,7 +155,7 @@ class SharedBatch(Batch):
         that each is counted once. Communication: an all-reduce of [B, documents], also in backward:
         it takes the first rank's gradient to the others."""
         parts = super().sums_of_documents(x)
-        sums = DTensor.from_local(parts, self.mesh, [Partial()], run_check=False)
+        sums = DTensor.from_local(parts, self.mesh, [Partial()])
         return sums.full_tensor(grad_placements=[Partial()]) * (self.mesh.get_local_rank() == 0)
 
     @property

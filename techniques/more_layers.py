@@ -11,7 +11,13 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from plumbing.shards import shard_parameters, to_local
-from techniques.parallel_layers import COLUMNS, REPLICATED, gather, local_operand
+from techniques.parallel_layers import (
+    COLUMNS,
+    REPLICATED,
+    gather,
+    local_operand,
+    sharded_by_tokens,
+)
 
 
 class OwnTokens(ParallelStyle):
@@ -29,10 +35,7 @@ class OwnTokens(ParallelStyle):
             y = product(to_local(x), *parts)
             if not isinstance(x, DTensor):
                 return y
-            B, T, _ = x.shape
-            out = y.shape[2]
-            whole = dict(shape=torch.Size((B, T, out)), stride=(T * out, out, 1))
-            return DTensor.from_local(y, mesh, x.placements, run_check=False, **whole)
+            return sharded_by_tokens(y, mesh, x.shape[1])
 
         if hasattr(layer, "product"):
             layer.product = on_local_tokens
@@ -79,7 +82,7 @@ class SharedNorm(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             squares = wide.square().sum(-1, keepdim=True)  # [B, T, 1], of this rank's features
-            squares = DTensor.from_local(squares, mesh, [Partial()], run_check=False)
+            squares = DTensor.from_local(squares, mesh, [Partial()])
             squares = squares.full_tensor(grad_placements=[Partial()])
             width = x.shape[-1] * mesh.size()
             normed = wide * (squares / width + module.eps).rsqrt()

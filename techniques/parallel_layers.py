@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
@@ -127,7 +127,7 @@ class GatherTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def on_shards(x: DTensor, forward=module.forward) -> DTensor:
-            whole = dict(shape=x.shape, stride=x.stride(), run_check=False)
+            whole = dict(shape=x.shape, stride=x.stride())
             return DTensor.from_local(forward(x.to_local()), mesh, x.placements, **whole)
 
         if getattr(module, "by_token", False):
@@ -135,6 +135,13 @@ class GatherTokens(ParallelStyle):
         else:
             module.register_forward_pre_hook(gather)
         return module
+
+
+def sharded_by_tokens(x: Tensor, mesh: DeviceMesh, T: int) -> DTensor:
+    """Return a rank's tokens as its part of a DTensor [B, T, D]; the last ranks may have fewer."""
+    B, _, D = x.shape
+    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
+    return DTensor.from_local(x, mesh, [SEQUENCE_SHARDED], **whole)
 
 
 def gather(module: nn.Module, inputs: tuple) -> tuple:

@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from model import Llama
 from plumbing.messages import UserError
 from plumbing.shards import chunk_of, to_local
+from techniques.parallel_layers import sharded_by_tokens
 from techniques.schedules import (
     SCHEDULES,
     Action,
@@ -173,10 +173,7 @@ def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
     tensor parallelism, the stream is a DTensor sharded by tokens."""
     if tp.size() == 1 or x is tokens:
         return x
-    B, T = tokens.shape
-    D = x.shape[2]
-    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
-    return DTensor.from_local(x, tp, [Shard(1)], **whole)
+    return sharded_by_tokens(x, tp, tokens.shape[1])
 
 
 # ----------------------------------------------------------------------------------------- runner

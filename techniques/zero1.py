@@ -40,11 +40,10 @@ class ZeRO1(nn.Module):
         self.pending: list[tuple[DTensor, DTensor]] = []  # a slice, its gradient when it arrives
         for parameter in model.parameters():
             if parameter.requires_grad:
+                # Slices are views of the parameter's memory.
                 rows = chunk_of(parameter.detach(), self.mesh, mesh_dim=0, dim=0)
                 whole = dict(shape=parameter.shape, stride=parameter.stride())
-                parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
-                    rows, self.mesh, [Shard(0)], run_check=False, **whole
-                )
+                parameter.optimizer_slice = DTensor.from_local(rows, self.mesh, [Shard(0)], **whole)
                 parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
 
     def forward(self, *inputs, **options):
@@ -60,7 +59,7 @@ class ZeRO1(nn.Module):
     def reduce_scatter(self, parameter: Tensor) -> None:
         """Start to sum a whole gradient over the ranks. Each will receive its slice of the sum."""
         if self.is_last_microbatch:
-            gradient = DTensor.from_local(parameter.grad, self.mesh, [Partial()], run_check=False)
+            gradient = DTensor.from_local(parameter.grad, self.mesh, [Partial()])
             gradient = gradient.redistribute(placements=[Shard(0)], async_op=True)
             self.pending.append((parameter.optimizer_slice, gradient))
             parameter.grad = None
