@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import lora
-from config import EVERYTHING, OWN_GROUPS, ParallelConfig, Work
+from config import OWN_GROUPS, ParallelConfig, Work
 from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, units
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
@@ -106,20 +106,19 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     F = c.ffn_dim * c.ffn_uses
     N = work.tokens
     w = p.weight_bytes
-    shards = max(p.shards(kind) for kind in EVERYTHING)
-    root, *of_blocks = all_units = units(part, p, shards)
+    root, *of_blocks = all_units = units(part, p, p.shards("parameters"))
     more = Counter()
     for technique in (*used_techniques(p), lora.TECHNIQUE):
         more.update(technique.holds(part, work))
 
-    state = state_of(all_units, p)
+    state = state_of(part, p)
     state["optimizer"] += more["optimizer"]
     state["kept"] = more["kept"]
     if work.teacher:
         from costs.teacher import held_of_teacher  # here, since distill.py alone has one
 
         state["kept"] += held_of_teacher(work, pp_rank)
-    sums = _gradient_sums(all_units, work)
+    sums = _gradient_sums(all_units, work, state["gradients"])
     if p.strategy.uses_fsdp:
         gathered = gathered_of(root, of_blocks, L, p)
     else:
@@ -159,31 +158,32 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     }
 
 
-def state_of(all_units: list[Unit], p: ParallelConfig) -> dict[str, float]:
-    """Return the bytes of what a rank keeps from step to step, and of its gradients."""
+def state_of(part: Llama, p: ParallelConfig) -> dict[str, float]:
+    """Return the bytes of what a rank keeps from step to step, and of its gradients. Rows of each
+    kind are padded to divide among the ranks that shard it: under ZeRO-1 those of parameters are
+    not."""
     g = p.grad_bytes
-    parameters = gradients = optimizer = 0.0
-    for unit in all_units:
-        trained = unit.copies * unit.trained
-        frozen_shards = p.shards("parameters", unit.kind)
-        if p.reshard == "adapters":
-            frozen_shards = 1
-        parameters += unit.copies * unit.frozen / frozen_shards
-        parameters += trained * g / p.shards("parameters", unit.kind)
-        gradients += trained * g / p.shards("gradients", unit.kind)
-        optimizer += trained * 2 * p.moment_bytes / p.shards("optimizer", unit.kind)
-    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+    state = Counter()
+    for kind, width in (("parameters", g), ("gradients", g), ("optimizer", 2 * p.moment_bytes)):
+        for unit in units(part, p, p.shards(kind)):
+            shards = p.shards(kind, unit.kind)
+            state[kind] += unit.copies * unit.trained * width / shards
+            if kind == "parameters":
+                frozen_shards = 1 if p.reshard == "adapters" else shards
+                state[kind] += unit.copies * unit.frozen / frozen_shards
+    return dict(state)
 
 
-def _gradient_sums(all_units: list[Unit], work: Work) -> float:
-    """Return the bytes of gradients that are not sharded while backward computes: their sums over
-    microbatches, or DDP's buckets."""
+def _gradient_sums(all_units: list[Unit], work: Work, sharded: float) -> float:
+    """Return the bytes of gradients while backward computes: their sums over microbatches, or DDP's
+    buckets. They are not sharded, unless FSDP reduces them after each microbatch."""
     p = work.parallel
     has_buckets = p.strategy.wrapper == "ddp" and p.replicate > 1
     if work.microbatches == 1 and not has_buckets:
         return 0
-    sums = sum(unit.copies * unit.trained for unit in all_units) * p.grad_bytes
-    return sums / p.shard if p.strategy.uses_fsdp and p.reshard == "all" else sums
+    if p.strategy.uses_fsdp and p.reshard == "all":
+        return sharded
+    return sum(unit.copies * unit.trained for unit in all_units) * p.grad_bytes
 
 
 def gathered_of(root: Unit, of_blocks: list[Unit], L: int, p: ParallelConfig) -> float:

@@ -1,6 +1,6 @@
 """What a rank holds of a teacher (distill.py), in bytes."""
 
-from config import EVERYTHING, Work
+from config import Work
 from costs.page import gathered_of, state_of
 from costs.shapes import units
 from techniques.pipeline import part_of
@@ -11,9 +11,8 @@ def held_of_teacher(work: Work, pp_rank: int) -> float:
     states that it leaves of a rank's sequences (with --top-k there are fewer)."""
     p = work.parallel
     part = part_of(work.teacher, pp_rank, p.pp, p.stages_per_rank)
-    shards = max(p.shards(kind) for kind in EVERYTHING)
-    root, *of_blocks = all_units = units(part, p, shards)
-    held = state_of(all_units, p)["parameters"]
+    root, *of_blocks = units(part, p, p.shards("parameters"))
+    held = state_of(part, p)["parameters"]
     if p.strategy.uses_fsdp:
         held += gathered_of(root, of_blocks, len(part.layers), p)
     if part.output is not None:

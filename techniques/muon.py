@@ -285,7 +285,9 @@ def stacks_on_rank(model: Llama, parallel) -> list[list[int]]:
     for _, _, parameter in matrices_in_blocks(model):
         if parameter.ndim == 3:
             n_matrices, *shape = parameter.shape
-            stacks.append([math.ceil(n_matrices / parallel.stack_shard), *shape])
+            # Ranks that share it; but ZeRO-1 slices it as any other parameter.
+            sharing = max(parallel.stack_shard, parallel.shards("optimizer"))
+            stacks.append([math.ceil(n_matrices / sharing), *shape])
     return stacks
 
 

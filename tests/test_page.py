@@ -161,9 +161,16 @@ EXACT = {  # a model, and how it is split; all but five are slow tests
     "TP, norms over all heads": (like(TWO, "olmo2"), dict(tp=2, replicate=2)),
     "TP, Gemma": (GEMMA3, dict(tp=2, checkpointing="full")),
     "EP": (like(TWO, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
+    "EP, all sharded again": (
+        like(TWO, "mixtral", n_experts=32), dict(dp="fsdp", shard=8, ep=8, reshard="all"),
+    ),
+    # It slices stacks of 4 matrices for 6 ranks: two of them have none. Parameters are whole.
+    "ZeRO-1, experts": (
+        like(TWO, "mixtral", n_experts=4), dict(dp="zero1", replicate=6, optimizer="muon"),
+    ),
     "EP x TP": (like(TWO, "mixtral", n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
     "EP x TP x CP, latents": (DEEPSEEK, dict(dp="fsdp", shard=2, tp=2, cp=2, ep=4)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_after(5, EXACT))
