@@ -27,7 +27,6 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -154,14 +153,13 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
 
     stages = []
     for s in range(rank, p * v, p):
-        with torch.device("meta"):
-            stage = type(model)(replace(model.config, n_layers=0))
-        stage.config = model.config
+        stage = copy.copy(model)  # with all that its class has derived from its config
+        nn.Module.__init__(stage)  # without hooks, and for now without children
+        stage._modules = dict(model._modules)
         stage.layers = blocks_of(model, s, p * v)
         stage.tok_embeddings = model.tok_embeddings if s in (0, last) else None
         stage.norm = model.norm if s == last else None
         stage.output = model.output if s == last else None
-        stage.vocabulary = model.vocabulary
         stage.loss = lambda *given: model.loss(*given)  # evaluation may replace model.loss
         stage.register_forward_pre_hook(follow_mode)
         stages.append(stage)

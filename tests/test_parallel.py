@@ -33,6 +33,7 @@ from runs.setup import check_equal_replicas
 from techniques import async_tp, offload, schedules, timelines
 from techniques.chunked_loss import LOSS_CHUNK
 from techniques.offload import offload_activations
+from techniques.pipeline import stages_of
 from techniques.recompute import recompute_and_compile
 from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
@@ -172,6 +173,13 @@ def test_no_rank_holds_the_logits_of_all_tokens_or_of_the_whole_vocabulary():
     work = step_of(model, ParallelConfig(tp=2), 1, 1, 2 * LOSS_CHUNK)
     _, held = emulate(work)
     assert held["peak"] < 4.5 * 4 * LOSS_CHUNK * 50_000
+
+
+def test_stages_keep_what_a_model_has_derived_from_its_config():
+    model = build_on_meta(LlamaConfig(16, 4, 2, 2, 32))
+    model.scale = 1 / model.config.n_layers
+    for stage in stages_of(model, 0, p=2, v=2):
+        assert stage.scale == model.scale
 
 
 def test_a_wrapped_block_is_not_wrapped_again():
