@@ -51,7 +51,7 @@ def chunked_loss(
     hidden [..., D], weight [V, D], targets [...] -> scalar."""
     in_training = torch.is_grad_enabled()
     loss_of_chunk = compiled if compiled and in_training else sum_of_losses
-    size = tokens_at_a_time(hidden.is_cuda, compiled is not None)
+    size = tokens_at_a_time(hidden.is_cuda, loss_of_chunk is compiled)
     hidden = hidden.flatten(0, -2)
     targets = targets.flatten()
     return ChunkedLoss.apply(hidden, weight, targets, vocabulary, loss_of_chunk, size, in_training)

@@ -303,6 +303,20 @@ def test_a_compiled_loss_is_the_plain_one(dtype, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
 
 
+def test_a_compiled_run_evaluates_in_chunks_of_the_plain_loss(monkeypatch):
+    sizes = []
+
+    def plain(hidden, *_) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return hidden.sum()
+
+    monkeypatch.setattr(chunked_loss_py, "sum_of_losses", plain)
+    hidden = torch.zeros(LOSS_CHUNK + 1, 4)
+    with torch.no_grad():
+        chunked_loss(hidden, hidden, hidden[:, 0], None, compiled=sum_of_losses)
+    assert sizes == [LOSS_CHUNK, 1]
+
+
 def test_loss_of_nothing_is_zero_with_zero_gradients():
     model = build(SMALL)
     tokens = tokens_of(SMALL, 2, 8)
