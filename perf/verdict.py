@@ -81,6 +81,7 @@ def verdict(facts: Facts) -> list[str]:
     reuse = "--updates takes several updates on the same answers"
     workers = "--reward-workers calls a slow function for several at a time"
     once = "--all-weights, which trains all of them, runs it once, before the first step"
+    techniques = dict.fromkeys((*ALWAYS_ASKED, *TECHNIQUES))  # each once
     sentences = [
         facts.waits("replicate", "gradients", "a larger --batch sends gradients less often"),
         facts.waits("shard", "all-gathers and reduce-scatters", *shard_levers(facts)),
@@ -91,7 +92,7 @@ def verdict(facts: Facts) -> list[str]:
         facts.takes("sampling and teacher", "samples answers and runs the teacher", shorter),
         facts.takes("optimizer", "updates weights", optimizer_lever(facts), least=0.15),
         facts.takes("other", "clips gradients, or waits for other ranks", seldom),
-        *(technique.suggests(facts) for technique in (*ALWAYS_ASKED, *TECHNIQUES)),
+        *(technique.suggests(facts) for technique in techniques),
     ]
     sentences = sorted(filter(None, sentences), key=share_in, reverse=True)
     if facts.graph_breaks:

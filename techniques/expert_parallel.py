@@ -183,4 +183,11 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     yield "tp", "reduce-scatter", -calls * (2 + work.references), gathered
 
 
-TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends)
+def suggests(facts) -> str:
+    lever = "a smaller --ep, if memory allows, sends fewer rows"
+    if facts.crosses_nodes("ep"):
+        lever = f"--ep {facts.per_node} or less stays within a node"
+    return facts.waits("ep", "rows of experts", lever)
+
+
+TECHNIQUE = Technique("ep", spread_experts, refuses, sends=sends, suggests=suggests)

@@ -185,6 +185,7 @@ SENTENCES = [  # a layout, the part that takes 30 %, other facts; what is said, 
     (TP, "tp", {}, "a smaller --tp, if memory ... --async-tp sends while", "crosses nodes"),
     (replace(TP, async_tp=True), "tp", {}, "a smaller --tp", "--async-tp"),
     (TP, "tp", dict(per_node=4), "crosses nodes: --tp 4 or less", "smaller --tp"),
+    (replace(FSDP, ep=8), "ep", dict(per_node=4), "over ep, which ... --ep 4 or less", "\n"),
     (replace(CP, shard=4, tp=2), "cp", dict(per_node=4), "crosses nodes: --cp 2 or less", "larger"),
     (SELECTIVE, "recompute", dict(peaks={"none": 11, "products": 8}), "--checkpointing products "
      "fits: 8 of 10 GB", "--checkpointing none"),
