@@ -90,7 +90,7 @@ def recomputed_flops(work: Work) -> Flops:
     if checkpointing == "full":
         if work.parallel.repeats_attention:
             return forward
-        return Flops(forward.products - of_matrix, 0)
+        return Flops(forward.products - of_matrix * (not several), 0)
     if checkpointing == "selective":
         of_ffn = 3 * of_matrix if several else of_matrix
         return Flops(weights_of_attention(c) + of_ffn, 0)  # half of attention's products

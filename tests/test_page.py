@@ -22,7 +22,13 @@ from exact import parallel_config
 from config import ParallelConfig, Work
 from costs.machines import COPIES, REACHED, Machine, assumed_machine, link_speed
 from costs.page import Traffic, holds, sends, sent_bytes, total_payload
-from costs.seconds import collective_time, compute_time, step_time
+from costs.seconds import (
+    collective_time,
+    compute_time,
+    forward_flops,
+    recomputed_flops,
+    step_time,
+)
 from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from models.family import find_preset
@@ -137,6 +143,7 @@ DEEPSEEK = like(
     TWO, "deepseek_v3", ffn_dim=192, n_experts=8, top_k=3, q_rank=192, kv_rank=128, head_dim=96,
     rope_dim=32, value_dim=64,
 )  # fmt: skip
+MIXTRAL = like(TWO, "mixtral", n_experts=4)
 TWO_TIED = replace(CHUNKY, n_layers=2, tie_embeddings=True)
 UNEVEN = replace(CHUNKY, n_layers=2, vocab_size=516)
 GEMMA3 = like(TWO, "gemma3", window=64, full_every=2, tie_embeddings=True, score_dim=64)
@@ -160,15 +167,13 @@ EXACT = {  # a model, and how it is split; all but five are slow tests
     # Ranks sum up squares.
     "TP, norms over all heads": (like(TWO, "olmo2"), dict(tp=2, replicate=2)),
     "TP, Gemma": (GEMMA3, dict(tp=2, checkpointing="full")),
-    "EP": (like(TWO, "mixtral", n_experts=4), dict(dp="hsdp", replicate=2, shard=4, ep=2)),
+    "EP": (MIXTRAL, dict(dp="hsdp", replicate=2, shard=4, ep=2)),
     "EP, all sharded again": (
         like(TWO, "mixtral", n_experts=32), dict(dp="fsdp", shard=8, ep=8, reshard="all"),
     ),
     # It slices stacks of 4 matrices for 6 ranks: two of them have none. Parameters are whole.
-    "ZeRO-1, experts": (
-        like(TWO, "mixtral", n_experts=4), dict(dp="zero1", replicate=6, optimizer="muon"),
-    ),
-    "EP x TP": (like(TWO, "mixtral", n_experts=4), dict(dp="fsdp", shard=2, tp=2, ep=4)),
+    "ZeRO-1, experts": (MIXTRAL, dict(dp="zero1", replicate=6, optimizer="muon")),
+    "EP x TP": (MIXTRAL, dict(dp="fsdp", shard=2, tp=2, ep=4)),
     "EP x TP x CP, latents": (DEEPSEEK, dict(dp="fsdp", shard=2, tp=2, cp=2, ep=4)),
 }  # fmt: skip
 
@@ -292,6 +297,13 @@ def test_computation_of_a_block():
     elements = 10 * 64 + 2 * (64 + 32) + 3 * 160  # norms, sums, RoPE, SwiGLU; loss of 1 entry
     moved = tokens * (3 * 4 * elements + (2 * 4 + 16) * 1)
     assert seconds()["passes"] == pytest.approx(moved / 1e9)
+
+
+def test_full_checkpointing_repeats_experts_whole():
+    """Gradients of the router's weights need outputs of w2."""
+    full = ParallelConfig(compile=True, checkpointing="full")
+    work = step_of(build_on_meta(MIXTRAL), full, 1, 1, 8)
+    assert recomputed_flops(work).products == forward_flops(work).products
 
 
 def test_passes_over_weights():
