@@ -55,8 +55,11 @@ class Repeated:
 class Waits(TorchDispatchMode):
     """Within this context, note in `any` whether the host waits for a number of the device."""
 
+    # Operators of whose results the host reads the value, or the size.
     READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+    READS += ("_unique2", "repeat_interleave")
     COPIES = ("_to_copy", "copy_")
+    INDEXING = ("index", "index_put", "index_put_")
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -71,8 +74,12 @@ class Waits(TorchDispatchMode):
             self.any |= tensors[0].device.type == self.device.type
         elif name in self.COPIES:
             self.any |= len({tensor.device.type for tensor in tensors}) > 1
-        elif name == "index":  # by booleans: the host has to know how many are true
-            self.any |= any(tensor.dtype == torch.bool for tensor in tensors[1:-1])
+        elif name in self.INDEXING:  # by booleans: the host has to know how many are true
+            _, indices, *values = args
+            by_booleans = any(index.dtype == torch.bool for index in indices if index is not None)
+            # But a number, which is on the CPU, is set wherever they are true, without a count.
+            is_number = values and values[0].is_cpu and values[0].numel() == 1
+            self.any |= by_booleans and not is_number
         return out
 
 

@@ -283,6 +283,9 @@ def test_a_step_that_waits_for_the_host_is_not_recorded():
         "item": lambda: x.sum().item(),
         "boolean": lambda: x[x > 1],
         "nonzero": lambda: x.nonzero(),
+        "booleans that are set": lambda: x.clone().index_put_((x > 1,), x[2:]),
+        "unique": lambda: x.unique(),
+        "repeats": lambda: x.repeat_interleave(x.long()),
         "another device": lambda: x.to("meta"),
         "condition": lambda: bool(x.any()),
     }
@@ -292,6 +295,7 @@ def test_a_step_that_waits_for_the_host_is_not_recorded():
         assert waits.any, name
     with Waits(x.device) as waits:
         x[torch.tensor([1, 2])].cumsum(0).clone()
+        x[x > 1] = 0
     assert not waits.any
 
 
