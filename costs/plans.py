@@ -75,7 +75,7 @@ def order(plan: Plan) -> tuple:
 
 def tp_sizes(config: LlamaConfig, gpus: int) -> list[int]:
     """Return the sizes of tensor parallelism that a model and so many GPUs allow."""
-    return divisors(math.gcd(gpus, config.n_kv_heads, config.ffn_dim))
+    return divisors(math.gcd(gpus, config.n_kv_heads, config.ffn_dim, config.dense_dim))
 
 
 def every_plan(
