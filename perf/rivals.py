@@ -25,10 +25,13 @@ def products(work: Work) -> Iterator[tuple[int, int, int]]:
 
     A weight [out, in] is in three: for the output, for the gradient of the input, and for its own.
     With LoRA it is frozen and has none; instead, its factors A [r, in] and B [out, r] are in three
-    products each. As in training, the output matrix has no adapter."""
+    products each. As in training, the output matrix has no adapter. Raise UserError for a model
+    with experts."""
     tokens = work.microbatch * work.seq_len
     lora = adapter_settings(work.model)
     for name, layer in work.model.named_modules():
+        if hasattr(layer, "used"):  # stacked matrices
+            raise UserError("bare leaves mixtures out: name other contestants, such as one")
         if not isinstance(layer, nn.Linear):
             continue
         width = layer.in_features
@@ -38,7 +41,8 @@ def products(work: Work) -> Iterator[tuple[int, int, int]]:
         if not lora:
             yield out, tokens, width
         elif name != "output":
-            for low, high in ((lora.rank, width), (lora.rank, out)):
+            low = lora.rank
+            for high in (width, out):
                 yield tokens, high, low
                 yield tokens, low, high
                 yield low, tokens, high

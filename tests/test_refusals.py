@@ -127,6 +127,7 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
+1 | bench.py compare one bare --model tiny-experts | bare leaves mixtures out
 1 | bench.py generate --model tiny --seq-len 8 2040 | are more than the 2048 tokens
 1 | bench.py limit --rank 4 | --rank, --dora and --base-bits are for adapters: give --lora, too
 # ------------------------------------------------------------------------------ bench.py plan
