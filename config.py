@@ -249,7 +249,7 @@ def decided(asked: ParallelConfig, **chosen) -> ParallelConfig:
     values = {name: getattr(asked, name) for name in FLAGS}
     left_open = [name for name, value in values.items() if value is None]
     if values["schedule"] == "interleaved":
-        chosen = {"stages_per_rank": 2} | chosen
+        chosen = {"stages_per_rank": 2} | chosen  # as STAGES of techniques/schedules.py
     for name in left_open:
         values[name] = chosen.get(name, FLAGS[name].default)
     return ParallelConfig(**values | {"shard": 1})

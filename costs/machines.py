@@ -136,5 +136,5 @@ def link_speed(text: str) -> float:
     if not match:
         raise UserError(f"no link '{text}': give its speed per GPU, such as 400gbit or 50GB")
     number = float(match[1])
-    unit = match[2]  # with a small b, Mb and Gb are bits
+    unit = match[2]  # Mb and Gb are bits; MB, GB, and mb or gb all in small letters, are bytes
     return number * units.get(unit, units[unit.lower()])

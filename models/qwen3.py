@@ -1,7 +1,7 @@
 """Qwen3, dense (Yang et al. 2025, arXiv:2505.09388).
 
 What differs from Llama: queries and keys are normalized, head by head, before they are rotated
-(Henry et al. 2020, arXiv:2010.04245). Heads are 128 wide, whatever the model's width.
+(Henry et al. 2020, arXiv:2010.04245). Published ones have heads 128 wide, whatever their own width.
 """
 
 from dataclasses import dataclass

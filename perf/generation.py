@@ -118,8 +118,8 @@ class Turn:
 
 def default_contestants(model: Llama) -> list[str]:
     is_installed = importlib.util.find_spec("transformers") is not None
-    in_16_bits = all(parameter.is_floating_point() for parameter in model.parameters())
-    if is_installed and in_16_bits and type(model.config) is LlamaConfig:
+    is_unquantized = all(parameter.is_floating_point() for parameter in model.parameters())
+    if is_installed and is_unquantized and type(model.config) is LlamaConfig:
         return ["ours", "transformers", "static"]
     return ["ours"]
 

@@ -253,6 +253,8 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     # Two of each in a block's forward, and in backward; two in a reference's forward.
     both = (4 + 2 * work.references) * blocks
     gathers = both + 2 * parallel.recomputes * blocks
+    # `scatters` are the reduce-scatters that costs/page.py counts, which are taken back. `sums` are
+    # those that messages make instead. A recomputation repeats those of w2, and with full of wo.
     scatters = both + parallel.repeats_attention * (blocks + with_w2)
     sums = both + (parallel.checkpointing == "full") * blocks
     sums += parallel.recomputes * (with_w2 if parallel.compile else blocks)

@@ -84,8 +84,9 @@ class AllToAll(torch.autograd.Function):
 
 
 def make_mesh(parallel: ParallelConfig, kind: str, groups: dict) -> DeviceMesh:
-    """Return the same ranks in a mesh with a dimension ep; add its groups to `groups`. Along what
-    is left of replicate and shard, ranks hold the same experts."""
+    """Return the same ranks in a mesh with a dimension ep; add its groups to `groups`. Along
+    expert_replicate ranks hold the same parts of the same experts, along expert_shard other parts
+    of them."""
     dims = "pp", "expert_replicate", "expert_shard", "ep"
     sizes = tuple(getattr(parallel, dim) for dim in dims)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
@@ -169,7 +170,8 @@ def mixtures_of(model: Llama) -> int:
 
 def sends(model: Llama, work) -> Iterator[tuple]:
     """The bytes of all-to-alls are those of a rank on average over ep. Under --tp a mixture does
-    not gather tokens, which costs/page.py counts."""
+    not gather tokens. But costs/page.py counts gathers for every feed-forward: negative calls take
+    those of mixtures back."""
     config = work.model.config
     tp = work.parallel.tp
     forwards = 1 + work.parallel.recomputes + work.references

@@ -35,8 +35,8 @@ def whole(parameter: Tensor | None) -> Tensor | None:
 
 
 class Router(nn.Linear):
-    """Choose the experts of each token, and the weights of their outputs. A softmax of the K chosen
-    scores is that of all X, divided by the sum of the K."""
+    """Choose the experts of each token, and the weights of their outputs. The softmax of the K
+    chosen scores equals their part of the softmax over all X, divided by its sum."""
 
     no_slope = ("bias",)  # parameters whose gradient is not the slope of the loss
 

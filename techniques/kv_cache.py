@@ -35,7 +35,9 @@ class KVCache:
         self.seen = 0  # slots in use, as far as the host counts: not what a CUDA graph has filled
         self.next_slot: Tensor | None = None  # [1] on the device
         self.layers = defaultdict(partial(LayerCache, self))  # name of a block -> its cache
-        self.parts = defaultdict(lambda: KVCache(self.size))  # under --pp: stage -> its cache
+        # Under --pp: stage -> its cache, of the size at its first use. A conversation, whose cache
+        # grows, needs --pp 1.
+        self.parts = defaultdict(lambda: KVCache(self.size))
 
     def add_positions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Take slots for new tokens at positions [B, T] of their documents. Return their mask

@@ -29,7 +29,7 @@ from model import attend
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     """Return attention as model.attend does, in a window of W tokens. Several queries are those of
-    the last T keys; a single one may be of any key, of which a mask tells.
+    the last T keys. A single query, as in generation, may stand at any key: the mask says at which.
 
     q [B, T, H, E], k, v [B, S, KV, E], mask as there -> same shape as q."""
     if hasattr(mask, "attention"):  # as in model.attend
