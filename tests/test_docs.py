@@ -244,6 +244,21 @@ SMALL = {  # what is appended to the commands
 }
 
 
+def write_user_files(
+    directory: Path, tokenizer: Path, config: LlamaConfig, models: tuple[str, ...]
+) -> None:
+    """Write what commands of several pages expect: data of each task, and these models."""
+    chat = dict(prompt="Two?", completion="2")
+    pair = dict(prompt="Two?", chosen="2", rejected="3")
+    for name, record in (("chats", chat), ("pairs", pair), ("prompts", pair)):
+        line = json.dumps(record)
+        (directory / f"{name}.jsonl").write_text(f"{line}\n" * 40)
+    (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
+    for name in models:
+        hugging_face_model(config).save_pretrained(directory / name)
+        shutil.copy(tokenizer, directory / name / "tokenizer.model")
+
+
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory) -> Path:
     """A user's directory, with the files that the commands of the pages expect."""
@@ -254,22 +269,14 @@ def sandbox(tmp_path_factory) -> Path:
         shutil.copy(ROOT / source, notes / f"{source}.md")
     tokenizer = directory / "llama.model"  # the README makes notes.model
     train_tokenizer([notes], 600, tokenizer)
-    chat = dict(prompt="Two?", completion="2")
-    pair = dict(prompt="Two?", chosen="2", rejected="3")
-    for name, record in (("chats", chat), ("pairs", pair), ("prompts", pair)):
-        line = json.dumps(record)
-        (directory / f"{name}.jsonl").write_text(f"{line}\n" * 40)
-    (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
+    config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
+    write_user_files(directory, tokenizer, config, ("Llama-3.2-1B", "Llama-3.1-8B"))
     (directory / "docs/measured").mkdir(parents=True)
     shutil.copy(ROOT / "docs/sums.py", directory / "docs")
     subprocess.run([sys.executable, "docs/sums.py", "sums"], cwd=directory, check=True)
     (directory / "held_out.txt").write_text("To be scored.\n" * 40)
     question = {"question": "Two?", "choices": ["2", "two"], "answer": 0}
     (directory / "questions.jsonl").write_text(json.dumps(question))
-    for name in ("Llama-3.2-1B", "Llama-3.1-8B"):
-        config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
-        hugging_face_model(config).save_pretrained(directory / name)
-        shutil.copy(tokenizer, directory / name / "tokenizer.model")
     (directory / "docs/measured.md").write_text("# Measured\n" + "Text to be read.\n" * 99)
     return directory
 

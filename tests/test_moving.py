@@ -5,12 +5,11 @@ A table has a column for each command before it, and a row for each setting. Its
 
 import json
 import re
-import shutil
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, hugging_face_model, parsed_by, succeed
-from test_docs import TRAINING, Command, parse, shell_lines
+from conftest import ROOT, parsed_by, succeed
+from test_docs import TRAINING, Command, parse, shell_lines, write_user_files
 
 from model import LlamaConfig
 from plumbing.flags import values_of
@@ -79,15 +78,8 @@ def home(tmp_path_factory):
         (directory / f"my_notes/{number}.md").write_text(f"{number}\n{text}")
     tokenizer = directory / "chat.model"
     train_tokenizer([ROOT / "docs/home.md"], 600, tokenizer)
-    record = dict(prompt="Two?", completion="2")
-    pair = dict(prompt="Two?", chosen="2", rejected="3")
-    for name, line in (("chats", record), ("pairs", pair), ("prompts", pair)):
-        (directory / f"{name}.jsonl").write_text(f"{json.dumps(line)}\n" * 40)
-    (directory / "reward.py").write_text("def reward(answer, **others):\n    return len(answer)")
     config = LlamaConfig(32, 1, 2, 1, 32, 600 + 256, WHOLE_LENGTH, tie_embeddings=False)
-    for name in ("Llama-3.1-8B", "out/base"):
-        hugging_face_model(config).save_pretrained(directory / name)
-        shutil.copy(tokenizer, directory / name / "tokenizer.model")
+    write_user_files(directory, tokenizer, config, ("Llama-3.1-8B", "out/base"))
     return directory
 
 
