@@ -179,6 +179,15 @@ def alone(**options):
     return World(**place, parallel=ParallelConfig(**options), mesh=None)
 
 
+def same_with_gradients(found, expected, inputs) -> None:
+    """Assert that two tensors agree to 1e-12, and so do the gradients that inputs get by each."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    grad = torch.randn_like(expected)
+    ours = torch.autograd.grad(found, inputs, grad)
+    theirs = torch.autograd.grad(expected, inputs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 class Result:
     def __init__(self, codes: list[int], out: str, err: str):
         self.codes, self.out, self.err = codes, out, err

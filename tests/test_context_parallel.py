@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launch, metrics, refused, succeed
+from conftest import launch, metrics, refused, same_with_gradients, succeed
 from test_documents import one_by_one, random_positions
 from test_train import as_flags
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -57,12 +57,7 @@ def test_a_rank_attends_by_lengths_to_what_its_tokens_may_see(monkeypatch, n):
         found = whole_sequences(torch.stack(parts))
         mask = document_mask(positions, torch.arange(T), T)
         expected = attend(q, k, v, mask)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        grad = torch.randn_like(found)
-        inputs = q, k, v
-        gradients = torch.autograd.grad(found, inputs, grad)
-        expected = torch.autograd.grad(expected, inputs, grad)
-        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
+        same_with_gradients(found, expected, (q, k, v))
 
 
 @pytest.mark.parametrize("n", [2, 4])

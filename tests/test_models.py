@@ -21,6 +21,7 @@ from conftest import (
     like,
     metrics,
     refused,
+    same_with_gradients,
     slow,
     succeed,
 )
@@ -89,11 +90,7 @@ def test_a_sink_takes_its_share_of_the_softmax(masked):
     with_sink = torch.cat([scores, sinks[:, None, None].expand(2, 4, 9, 1)], 3).softmax(3)
     expected = (with_sink[..., :-1] @ values).transpose(1, 2)
     found = attend_with_sinks(q, k, v, visible[None, None] if masked else None, sinks)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    weights = torch.randn_like(expected)
-    ours = torch.autograd.grad((weights * found).sum(), (q, k, v, sinks))
-    theirs = torch.autograd.grad((weights * expected).sum(), (q, k, v, sinks))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    same_with_gradients(found, expected, (q, k, v, sinks))
 
 
 def test_a_file_is_found_again_or_missed_in_a_line(corpus, tmp_path):

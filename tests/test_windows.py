@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from conftest import same_with_gradients
 
 from files.formats import hf_config
 from model import attend, document_mask
@@ -44,7 +45,6 @@ def test_folded_windows_equal_a_mask(T, earlier, kind):
     torch.manual_seed(0)
     sizes = (2, T, 4, 6), (2, S, 2, 6), (2, S, 2, 6)
     inputs = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    slope = torch.randn(2, T, 4, 6, dtype=torch.float64)
     distance = torch.arange(earlier, S)[:, None] - torch.arange(S)
     for window in WINDOWS:
         visible = (distance >= 0) & (distance < window)
@@ -56,10 +56,7 @@ def test_folded_windows_equal_a_mask(T, earlier, kind):
             whole = whole + mask
         found = attend_within(*inputs, mask, window)
         expected = attend(*inputs, whole)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        ours = torch.autograd.grad(found, inputs, slope)
-        theirs = torch.autograd.grad(expected, inputs, slope)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        same_with_gradients(found, expected, inputs)
 
 
 def test_a_long_sequence_has_no_scores_of_all_pairs():
