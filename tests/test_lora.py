@@ -179,16 +179,26 @@ def save(directory, model: Llama, lora: LoRA) -> None:
     save_adapter(directory, lora, model.config, factors, "base")
 
 
-def base_in_transformers(directory, model: Llama):
+def base_in_transformers(tmp_path, model: Llama):
     """Return transformers' model of the weights beneath the adapters."""
     weights = {}
     for name, parameter in model.named_parameters():
         if "lora" not in name:
             weights[name] = StoredTensor.of(parameter.detach())
+    directory = tmp_path / "base"
     directory.mkdir()
     save_hf(directory, model.config, weights)
     transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def adapted_by_peft(tmp_path, model: Llama, **settings):
+    """Return transformers' model with an adapter of PEFT's, which it has saved in adapter/."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    theirs = peft.get_peft_model(base_in_transformers(tmp_path, model), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    return theirs
 
 
 KINDS = {
@@ -229,7 +239,7 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     save(adapter, model, lora)
     settings, _ = open_adapter(adapter, config)
     assert settings == lora
-    theirs = base_in_transformers(tmp_path / "base", model)
+    theirs = base_in_transformers(tmp_path, model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
@@ -252,15 +262,17 @@ SOME = [
 
 @pytest.mark.parametrize("some", SOME, ids=str)
 def test_an_adapter_of_some_layers_is_none_on_the_others(some, tmp_path):
-    peft = pytest.importorskip("peft")
     plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
-    theirs = base_in_transformers(tmp_path / "base", plain)
-    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **some)
-    theirs = peft.get_peft_model(theirs, config).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
+    theirs = adapted_by_peft(tmp_path, plain, **some)
     load_adapter(plain, tmp_path / "adapter")
     logits = plain.eval()(TOKENS)
     torch.testing.assert_close(logits, theirs(TOKENS).logits)
+
+
+def tensors_in(path) -> dict[str, StoredTensor]:
+    """Return copies, since writing a file invalidates what was read from it."""
+    found = open_safetensors(path)
+    return {name: StoredTensor.of(tensor.read().clone()) for name, tensor in found.items()}
 
 
 def only(part: str):
@@ -304,10 +316,7 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, name):
     lora = LoRA(dora="DoRA" in name)
     save(tmp_path, adapted(CONFIG, lora), lora)
     path = tmp_path / PEFT_FILES[1]
-    copies = {}  # since writing the file invalidates what was read from it
-    for name, tensor in open_safetensors(path).items():
-        copies[name] = StoredTensor.of(tensor.read().clone())
-    save_safetensors(path, change(copies), {})
+    save_safetensors(path, change(tensors_in(path)), {})
     with pytest.raises(UserError, match=says):
         load_adapter(Llama(CONFIG), tmp_path)
 
@@ -331,28 +340,22 @@ def test_names_with_other_parts_are_read(tmp_path, name, lora):
     save(tmp_path, model, lora)
     _, expected = open_adapter(tmp_path, CONFIG)
     expected = {name: factor.read().clone() for name, factor in expected.items()}
-    found = open_safetensors(tmp_path / PEFT_FILES[1])
-    # Copies, since writing the file invalidates what was read from it.
-    copies = {name: StoredTensor.of(t.read().clone()) for name, t in found.items()}
+    path = tmp_path / PEFT_FILES[1]
+    copies = tensors_in(path)
     renamed = {SAVED[name](n): tensor for n, tensor in copies.items()}
     assert renamed.keys() != copies.keys()
-    save_safetensors(tmp_path / PEFT_FILES[1], renamed, {})
+    save_safetensors(path, renamed, {})
     _, read = open_adapter(tmp_path, CONFIG)
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[n].read(), factor) for n, factor in expected.items())
-    save_safetensors(tmp_path / PEFT_FILES[1], copies | renamed, {})
+    save_safetensors(path, copies | renamed, {})
     with pytest.raises(UserError, match="by two names, one of which is"):
         open_adapter(tmp_path, CONFIG)
 
 
 def test_names_in_pefts_memory(tmp_path):
-    peft = pytest.importorskip("peft")
     plain = adapted(CONFIG, LoRA(targets=()), torch.float32)
-    config = peft.LoraConfig(
-        r=3, target_modules="all-linear", init_lora_weights=False, use_dora=True
-    )
-    theirs = peft.get_peft_model(base_in_transformers(tmp_path / "base", plain), config).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
+    theirs = adapted_by_peft(tmp_path, plain, target_modules="all-linear", use_dora=True)
     state = {n: StoredTensor.of(t) for n, t in theirs.state_dict().items() if "lora_" in n}
     assert all("default" in name for name in state)
     save_safetensors(tmp_path / "adapter" / PEFT_FILES[1], state, {})
