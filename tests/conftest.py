@@ -305,6 +305,17 @@ def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
     return changed_copy(copy, edits={old: new}, file=file)
 
 
+def line_of_refusal(function, *given) -> str:
+    """Return the message of the UserError with which a call ends: one line."""
+    from plumbing.messages import UserError
+
+    with pytest.raises(UserError) as error:
+        function(*given)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
 READERS = {  # script -> what reads its command line; Parser.parse_args for all others
     "train.py": "train.parse",
     "finetune_lora.py": "finetune_lora.parse",

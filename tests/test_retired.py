@@ -1,7 +1,7 @@
 """What command lines no longer take says what replaces it, and is in the list of deletions."""
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, line_of_refusal
 
 from plumbing.messages import UserError
 from plumbing.parser import Parser
@@ -13,9 +13,8 @@ from runs.records import warn_about_changed_flags
 def test_what_is_retired_says_what_replaces_it(typed):
     script, *words = typed if typed[0].endswith(".py") else ("train.py", *typed)
     for line in (words, ["=".join(words)]):
-        with pytest.raises(UserError) as error:
-            Parser(script).parse_args(line)
-        assert str(error.value) == f"{' '.join(typed)} is retired: {RETIRED[typed]}"
+        told = line_of_refusal(Parser(script).parse_args, line)
+        assert told == f"{' '.join(typed)} is retired: {RETIRED[typed]}"
     assert f"`{' '.join(typed)}" in (ROOT / "docs/deleted.md").read_text()
 
 
