@@ -214,12 +214,16 @@ def write(directory: Path, kind: str, **more) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request, tmp_path_factory):
-    """Our tokenizer and transformers', of the same files."""
-    directory = write(tmp_path_factory.mktemp("published") / request.param, request.param)
+def ours_and_theirs(directory: Path) -> tuple:
+    """Return our tokenizer and transformers', of the same files."""
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     return load_tokenizer(str(directory)), theirs
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    directory = write(tmp_path_factory.mktemp("published") / request.param, request.param)
+    return ours_and_theirs(directory)
 
 
 def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
@@ -275,8 +279,7 @@ def llama_3_kind(directory: Path, change) -> tuple:
     inner, config = change(inner, config) or (inner, config)
     inner.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    return load_tokenizer(str(directory)), theirs
+    return ours_and_theirs(directory)
 
 
 def tuned_to_chatml(inner, config):  # as Dolphin's layout

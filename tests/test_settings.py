@@ -13,7 +13,14 @@ import tokenizers
 import transformers
 from conftest import launch, refused, succeed
 from test_formats import PLAIN, our_model, saved, saved_hf
-from test_published import QWEN, TALK, assert_chats_agree, byte_level, llama_3_kind
+from test_published import (
+    QWEN,
+    TALK,
+    assert_chats_agree,
+    byte_level,
+    llama_3_kind,
+    ours_and_theirs,
+)
 
 from files.conversion import export_weights
 from files.directories import read_config
@@ -41,12 +48,9 @@ def directory_of(path: Path, files: dict[str, dict], template: str | None = QWEN
     (path / "tokenizer.json").write_text(content_of_tokenizer())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     written = {CONFIG: settings, "config.json": json.loads((path / "config.json").read_text())}
-    for name, content in files.items():
-        if isinstance(content, dict):
-            content = written.get(name, {}) | content
+    for name, content in ({CONFIG: {}} | files).items():
+        content = written.get(name, {}) | content
         (path / name).write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-    if CONFIG not in files:
-        (path / CONFIG).write_text(json.dumps({k: v for k, v in settings.items() if v}))
     return path
 
 
@@ -107,8 +111,7 @@ def test_tokens_that_only_files_beside_it_have(name, tmp_path):
     end = {"eos_token": "<|im_end|>"}
     files = LISTED[name]
     path = directory_of(tmp_path / "base", files | {CONFIG: end | files.get(CONFIG, {})})
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    ours = load_tokenizer(str(path))
+    ours, theirs = ours_and_theirs(path)
     for text in ("<think>Hi</think>", "a <think>", TALK[2]["content"]):
         assert ours.encode(text) == theirs.encode(text, split_special_tokens=True)
     assert (ours.encode("<think>") == [800]) == (name in ("added_tokens_decoder", "added_tokens"))

@@ -4,9 +4,8 @@ Ids are compared with transformers', and targets with differences between what i
 when it asks for an answer, and when it has it."""
 
 import pytest
-import transformers
 from conftest import line_of_refusal
-from test_published import TALK, assert_chats_agree, write
+from test_published import TALK, assert_chats_agree, ours_and_theirs, write
 
 from text import templates as templates_module
 from text.targets import encode
@@ -54,8 +53,7 @@ def test_every_template_is_run(name, tmp_path):
     kind = "smollm2" if "<|im_end|>" in templates()[name] else "yi"
     more = dict(chat_template=templates()[name], bos_token="<s>" if kind == "yi" else "<repo_name>")
     directory = write(tmp_path / "it", kind, **more)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    ours = load_tokenizer(str(directory))
+    ours, theirs = ours_and_theirs(directory)
     for talk in (TALK, TALK[1:3]):
         assert_chats_agree(ours, theirs, talk)
     ids, is_target = encode(SPACES, ours)
@@ -97,14 +95,11 @@ CALLS = {  # templates that cannot do without what others write nothing of, with
 def test_calls_are_written_as_by_transformers(name, tmp_path):
     template, talk, tools = CALLS[name]
     directory = write(tmp_path, "yi", chat_template=template)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    ours = load_tokenizer(str(directory))
-    assert_chats_agree(ours, theirs, talk, tools)
+    assert_chats_agree(*ours_and_theirs(directory), talk, tools)
 
 
 def test_spaces_around_the_tags_of_answers(tmp_path):
-    directory = write(tmp_path, "yi")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    _, theirs = ours_and_theirs(write(tmp_path, "yi"))
     for tags in (
         "a\n{% generation %}\nb\n{% endgeneration %}\nc",
         "{%- generation -%}x{%- endgeneration -%} y",
