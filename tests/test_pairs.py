@@ -4,12 +4,11 @@ trl does not know all layouts. What is no pair is refused; fields that are not r
 
 import copy
 import itertools
-import json
 from pathlib import Path
 
 import pytest
-import transformers
-from test_chat import BYTES, FUNCTIONS
+from test_chat import BYTES, FUNCTIONS, write
+from test_published import ours_and_theirs
 from test_published import write as write_tokenizer
 
 from model import IGNORE
@@ -17,7 +16,6 @@ from plumbing.messages import UserError
 from text.chat import open_samples
 from text.pairs import docstring_pairs, pair_of, pairs
 from text.targets import encode
-from text.tokenizer import load_tokenizer
 
 
 def said(role: str, content: str) -> dict:
@@ -32,11 +30,12 @@ HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
 
 
 def written(directory: Path, lines: list[dict]) -> str:
-    path = directory / "pairs.jsonl"
-    with open(path, "w") as file:
-        for line in lines:
-            print(json.dumps(line), file=file)
-    return str(path)
+    return str(write(directory / "pairs.jsonl", *lines))
+
+
+def opened(directory: Path, lines: list[dict], seq_len: int = 128) -> tuple:
+    path = written(directory, lines)
+    return open_samples([path], BYTES, seq_len, read=pairs)
 
 
 def record(prompt, chosen, rejected, **more) -> dict:
@@ -131,8 +130,7 @@ LAYOUTS = {  # a line, and the messages that both conversations begin with
 def test_layouts_of_pairs(tmp_path, name):
     """The targets are the last answers alone: earlier ones would count the same in both."""
     line, before = LAYOUTS[name]
-    path = written(tmp_path, [line] * 3)
-    train, val, prompts, _ = open_samples([path], BYTES, 256, read=pairs)
+    train, val, prompts, _ = opened(tmp_path, [line] * 3, seq_len=256)
     shared = [message | {"train": False} for message in before]
     expected = [encode([*shared, answer], BYTES) for answer in (GOOD, BAD)]
     for packed, n in ((train, 2), (val, 1)):
@@ -174,9 +172,7 @@ def test_conversations_are_those_of_trl(name, tmp_path):
     chatml = trl.maybe_convert_to_chatml(copy.deepcopy(TRL[name]))
     theirs = trl.maybe_extract_prompt(chatml)
     n = len(theirs["prompt"])
-    directory = write_tokenizer(tmp_path, "smollm2")
-    tokenizer = load_tokenizer(str(directory))
-    reference = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer, reference = ours_and_theirs(write_tokenizer(tmp_path, "smollm2"))
     texts = trl.apply_chat_template(theirs, reference)
     for conversation, answer in zip(ours, ("chosen", "rejected")):
         ids, is_target = encode(conversation, tokenizer)
@@ -238,25 +234,21 @@ def test_texts_are_divided_as_by_trl(line):
 ])  # fmt: skip
 def test_what_is_no_pair_is_refused(tmp_path, line, says):
     lines = [] if line is None else [line]
-    path = written(tmp_path, lines)
     with pytest.raises(UserError, match=says):
-        open_samples([path], BYTES, 128, read=pairs)
+        opened(tmp_path, lines)
 
 
 def test_what_is_beside_a_pair_is_read_or_named(tmp_path, capsys):
     tools = FUNCTIONS["functions"]
     line = record("Hi", "Hello", "Go", tools=tools)
-    path = written(tmp_path, [line] * 2)
     with pytest.raises(UserError, match="the chat template writes nothing of tools"):
-        open_samples([path], BYTES, 128, read=pairs)
+        opened(tmp_path, [line] * 2)
     weightless = record("Hi", "Hello", "Go", weight=0)
-    path = written(tmp_path, [weightless, *PAIRS[:2]])
-    *_, summary = open_samples([path], BYTES, 128, read=pairs)
+    *_, summary = opened(tmp_path, [weightless, *PAIRS[:2]])
     assert "1 dropped" in summary
     extra = record("Hi", [GOOD | {"score": 0}], [BAD], margin=0.5, ids=[1], output="x", id="")
-    path = written(tmp_path, [extra, record([HI], "Hello", "Go", input="x")])
     capsys.readouterr()
-    open_samples([path], BYTES, 128, read=pairs)
+    opened(tmp_path, [extra, record([HI], "Hello", "Go", input="x")])
     assert "are not read: ids, input, margin, output, score" in capsys.readouterr().err
 
 
@@ -267,8 +259,7 @@ def test_pairs_share_a_row_and_long_ones_are_dropped(tmp_path):
         rejected = "b" * (n % 7 + 1)
         lines.append(record("Hi", chosen, rejected))
     too_long = record("Hi", "a" * 80, "b" * 10)
-    path = written(tmp_path, lines + [too_long] * 3)
-    train, val, _, summary = open_samples([path], BYTES, 128, read=pairs)
+    train, val, _, summary = opened(tmp_path, lines + [too_long] * 3)
     assert summary.endswith("; 3 dropped")
     assert len(train.samples) + len(val.samples) == 80
     for row in train.rows:
