@@ -56,6 +56,8 @@ def test_generation_stops_row_by_row():
         assert stopped == expected
 
 
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
+ENDS = 5, 6, 7, 8, 9  # tokens at which answers to these stop at different times
 FROZEN = json.loads((ROOT / "tests/frozen_tokens.json").read_text())
 SAMPLED = {
     "greedy": dict(temperature=0.0),
@@ -79,8 +81,7 @@ def test_tokens_are_those_of_before(name):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1.3)
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
-    assert generate(model, prompts, 24, stop=(7,), **SAMPLED[way]) == FROZEN[name]
+    assert generate(model, PROMPTS, 24, stop=(7,), **SAMPLED[way]) == FROZEN[name]
 
 
 def test_each_prompt_is_read_once_and_finished_rows_are_computed_no_more():
@@ -195,7 +196,6 @@ def recordings(monkeypatch) -> list[Recording]:
 
 
 GRAPH_MODELS = "gqa", "scaled rope", "qwen3", "olmo3", "deepseek_v3"
-PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
 
 
 @pytest.mark.parametrize("name", GRAPH_MODELS)
@@ -316,7 +316,7 @@ def test_one_compiled_graph_serves_all_blocks(name, monkeypatch):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     model = build(CONFIGS[name])
-    options = dict(max_new_tokens=12, temperature=0, stop=(5, 6, 7, 8, 9))
+    options = dict(max_new_tokens=12, temperature=0, stop=ENDS)
     expected = generate(model, PROMPTS, **options)
     compile_blocks(model)
     counters.clear()
@@ -327,7 +327,7 @@ def test_one_compiled_graph_serves_all_blocks(name, monkeypatch):
 def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
     """What a row has drawn after its end is dropped."""
     model = build(SMALL)
-    options = dict(max_new_tokens=21, top_p=0.9, stop=(5, 6, 7, 8, 9))
+    options = dict(max_new_tokens=21, top_p=0.9, stop=ENDS)
     expected = generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
     traces = [Trace(model, 21, len(PROMPTS)) for _ in range(2)]
@@ -343,7 +343,7 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
 def test_log_p_is_that_of_the_whole_forward():
     model = build(SMALL)
     trace = Trace(model, 12, len(PROMPTS))
-    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=(5, 6, 7, 8, 9), trace=trace)
+    answers = generate(model, PROMPTS, 12, top_p=0.9, stop=ENDS, trace=trace)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers)):
         logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import finish, like, metrics, start, step_of
+from test_decoding import PROMPTS
 from test_documents import random_positions
 from test_formats import our_model
 
@@ -298,20 +299,19 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 def test_a_repeated_step_draws_the_tokens_of_the_cpu(family, compiled, monkeypatch):
     """In float64. Rows end at different times, so that a step is recorded again. The experts'
     products wait for the host here: their steps run kernel by kernel."""
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11]]
     config = dict(llama=SMALL, olmo3=like(SMALL, "olmo3", window=9), mixtral=MIXTURE)[family]
     model = our_model(config, torch.float64, factor=3)
     options = dict(max_new_tokens=40, temperature=3.0)
-    free = generate(model, prompts, **options)
+    free = generate(model, PROMPTS, **options)
     stop = (free[1][20],)
-    expected = generate(model, prompts, stop=stop, **options)
+    expected = generate(model, PROMPTS, stop=stop, **options)
     recorded = []
     record = cuda_graph.record
     monkeypatch.setattr(cuda_graph, "record", lambda step: recorded.append(step) or record(step))
     model.to(DEVICE)
     if compiled:
         compile_blocks(model)
-    assert generate(model, prompts, stop=stop, compiled=compiled, **options) == expected
+    assert generate(model, PROMPTS, stop=stop, compiled=compiled, **options) == expected
     assert bool(recorded) == (ON_GPU and family != "mixtral")
 
 
