@@ -178,6 +178,14 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     refused(launch(*within, "train.py", *given, nproc=ranks * (ranks > 1)), *says.split(" ... "))
 
 
+def trains_as_one_does(within, corpus, tmp_path, split: dict, **given) -> None:
+    """Assert that two processes take the same two steps as one."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    succeed(*within, "train.py", *flags(corpus, one, steps=2, **given))
+    succeed(*within, "train.py", *flags(corpus, two, steps=2, **given, **split), nproc=2)
+    same_metrics(metrics(two), metrics(one))
+
+
 @pytest.mark.parametrize("edits", [SHARED, slow(SCALES)])
 def test_a_change_in_its_right_place_is_exact(edits, corpus, tmp_path):
     """Values of another layer are handed on as arguments; a scale for each head is in PLAN."""
@@ -187,10 +195,7 @@ def test_a_change_in_its_right_place_is_exact(edits, corpus, tmp_path):
         planned = f'{place}\n    "layers.*.attention.scale": OfHeads(),'
         source = file.read_text().replace("    NORM,\n", "    NORM,\n    OfHeads,\n")
         file.write_text(source.replace(place, planned))
-    one, two = tmp_path / "one", tmp_path / "two"
-    succeed(*within, "train.py", *flags(corpus, two, steps=2, tp=2), nproc=2)
-    succeed(*within, "train.py", *flags(corpus, one, steps=2))
-    same_metrics(metrics(two), metrics(one))
+    trains_as_one_does(within, corpus, tmp_path, split=dict(tp=2))
 
 
 PRINTED = re.findall(r"```python\n(.*?)\n```", (ROOT / "docs/change.md").read_text(), re.DOTALL)
@@ -205,11 +210,7 @@ def test_docs_change_md_prints_what_its_files_say():
 @pytest.mark.parametrize("split", [dict(tp=2), slow(dict(pp=2, microbatch=2)), slow(dict(cp=2))])
 def test_the_loss_that_docs_change_md_prints_is_exact(split, corpus, tmp_path):
     within = changed_copy(tmp_path / "copy", edits={f"    {LOSS}": PRINTED[3]})
-    one, two = tmp_path / "one", tmp_path / "two"
-    given = dict(steps=2, optimizer="muon")
-    succeed(*within, "train.py", *flags(corpus, one, **given))
-    succeed(*within, "train.py", *flags(corpus, two, **given, **split), nproc=2)
-    same_metrics(metrics(two), metrics(one))
+    trains_as_one_does(within, corpus, tmp_path, split, optimizer="muon")
 
 
 WQ = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
