@@ -185,38 +185,33 @@ def after(*names: str):
     return tokenizers.processors.TemplateProcessing(" ".join(names), special_tokens=special)
 
 
-def flagged(inner) -> None:
-    inner.add_tokens([tokenizers.AddedToken("<think>", lstrip=True)])
-
-
-CHANGED = [  # step, the tokenizer's attribute, its value or a function of the tokenizer
-    ("normalizer", "normalizer", NORMALIZERS.Lowercase()),
-    ("normalizer", "normalizer", NORMALIZERS.NFC()),  # which only Qwen's may have
-    ("normalizer", "normalizer", NORMALIZERS.Replace("a", "b")),
-    ("normalizer", "normalizer", NORMALIZERS.Sequence([NORMALIZERS.Strip()])),
-    ("pre_tokenizer", "pre_tokenizer", divided(behavior="merged_with_next")),
-    ("pre_tokenizer", "pre_tokenizer", divided(behavior="removed", invert=True)),
-    ("pre_tokenizer", "pre_tokenizer", divided(use_regex=True)),
-    ("pre_tokenizer", "pre_tokenizer", divided(add_prefix_space=True)),
-    ("pre_tokenizer", "pre_tokenizer", divided(tokenizers.Regex(r"\s+"))),
-    ("pre_tokenizer", "pre_tokenizer", PRE_TOKENIZERS.ByteLevel()),
-    ("pre_tokenizer", "pre_tokenizer",
-     PRE_TOKENIZERS.Sequence([PRE_TOKENIZERS.Digits(), *divided()])),
-    ("decoder", "decoder", DECODERS.Sequence([DECODERS.ByteLevel(), DECODERS.Strip(" ", 1, 0)])),
-    ("post_processor", "post_processor", after("<|begin_of_text|>", "$A", "<|eot_id|>")),
-    ("post_processor", "post_processor", after("<|begin_of_text|>", "<|begin_of_text|>", "$A")),
-    ("token", None, flagged),
+CHANGED = [  # an attribute of the tokenizer and its value, or a token that is added
+    ("normalizer", NORMALIZERS.Lowercase()),
+    ("normalizer", NORMALIZERS.NFC()),  # which only Qwen's may have
+    ("normalizer", NORMALIZERS.Replace("a", "b")),
+    ("normalizer", NORMALIZERS.Sequence([NORMALIZERS.Strip()])),
+    ("pre_tokenizer", divided(behavior="merged_with_next")),
+    ("pre_tokenizer", divided(behavior="removed", invert=True)),
+    ("pre_tokenizer", divided(use_regex=True)),
+    ("pre_tokenizer", divided(add_prefix_space=True)),
+    ("pre_tokenizer", divided(tokenizers.Regex(r"\s+"))),
+    ("pre_tokenizer", PRE_TOKENIZERS.ByteLevel()),
+    ("pre_tokenizer", PRE_TOKENIZERS.Sequence([PRE_TOKENIZERS.Digits(), *divided()])),
+    ("decoder", DECODERS.Sequence([DECODERS.ByteLevel(), DECODERS.Strip(" ", 1, 0)])),
+    ("post_processor", after("<|begin_of_text|>", "$A", "<|eot_id|>")),
+    ("post_processor", after("<|begin_of_text|>", "<|begin_of_text|>", "$A")),
+    ("token", tokenizers.AddedToken("<think>", lstrip=True)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step, attribute, value", CHANGED, ids=range(len(CHANGED)))
-def test_a_step_that_llama_cpp_lacks_is_refused(step, attribute, value, tmp_path):
+@pytest.mark.parametrize("step, value", CHANGED, ids=range(len(CHANGED)))
+def test_a_step_that_llama_cpp_lacks_is_refused(step, value, tmp_path):
     def change(inner, config):
         inner.add_special_tokens(["<|done|>"])  # so that it is no tokenizer of ours
-        if attribute:
-            setattr(inner, attribute, value)
+        if step == "token":
+            inner.add_tokens([value])
         else:
-            value(inner)
+            setattr(inner, step, value)
         return inner, config
 
     ours, _ = llama_3_kind(tmp_path, change)
