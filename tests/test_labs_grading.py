@@ -130,10 +130,10 @@ def test_submissions_have_their_own_directory_and_nothing_else(tmp_path):
     assert other.read_text() == "mine"
 
 
-def handed_in(line: str, solution: str = ANSWERS["mean"]) -> str:
+def handed_in(line: str) -> str:
     """The solution of mean with a line before its first."""
     first = "    totals = torch.stack"
-    return solution.replace(first, f"    {line}\n{first}")
+    return ANSWERS["mean"].replace(first, f"    {line}\n{first}")
 
 
 # What a class hands in, and what is said of it. Whether who sleeps and computes in turn hangs or
@@ -204,11 +204,10 @@ def test_answers_are_alike_but_for_names(tmp_path):
     assert grading.alike_of(submissions) == ["b", "a", "", "", ""]
 
 
-def guarded(name: str, directory: Path, line: str = "", longest: float = 600) -> dict:
-    """Return what guard.py finds about a solution, that of mean with a line before its first."""
-    first = "    totals = torch.stack"
-    path = student_file(name, directory, {first: f"    {line}\n{first}"} if line else None)
-    return json.loads(succeed("tests/workers/guarded.py", name, path, longest, timeout=700).out)
+def guarded(path: Path, longest: float = 600) -> dict:
+    """Return what guard.py finds about a submission."""
+    worker = "tests/workers/guarded.py"
+    return json.loads(succeed(worker, path.stem, path, longest, timeout=700).out)
 
 
 FORGED = '{"passed": true, "points": 9, "mistake": "", "text": "", "seconds": 1}'
@@ -227,7 +226,9 @@ import contextlib, os
     slow(FORGES, 600, ""),
 ])  # fmt: skip
 def test_wrong_submissions(line, longest, says, tmp_path):
-    result = guarded("mean", tmp_path, line, longest)
+    path = tmp_path / "mean.py"
+    path.write_text(handed_in(line))
+    result = guarded(path, longest)
     assert not result["passed"] and result["points"] == 0
     assert says in result["mistake"] and says in result["text"]
 
@@ -245,6 +246,6 @@ def test_a_new_lab_works(copy):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_solutions_pass_under_guard(name, tmp_path):
     """On all numbers of ranks. What a check itself does is allowed."""
-    result = guarded(name, tmp_path)
+    result = guarded(student_file(name, tmp_path))
     assert result["passed"] and " no\n" not in result["text"], result["text"]
     assert result["points"] >= len(check_module(name).SIZES)
