@@ -242,28 +242,24 @@ def test_ranks_do_not_outlive_a_torchrun(corpus, tmp_path, nodes, lines, killed,
 
 
 @pytest.mark.parametrize(
-    "raised, told, shown",
+    "nproc, raised, told, shown",
     [
-        ('ValueError("a reason\\nin two lines")', "ValueError: a reason", "in two lines"),
-        slow("SystemExit(3)", "SystemExit: 3", ""),
-        ("KeyboardInterrupt", "KeyboardInterrupt", ""),
+        (2, 'ValueError("a reason\\nin two lines")', "ValueError: a reason", "in two lines"),
+        slow(2, "SystemExit(3)", "SystemExit: 3", ""),
+        (2, "KeyboardInterrupt", "KeyboardInterrupt", ""),
+        # A process alone does not end as if it were done.
+        (0, "SystemExit(0)", "SystemExit: 0", ""),
     ],
 )
-def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, raised, told, shown):
-    """Meanwhile the other rank waits for it in a collective."""
+def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, nproc, raised, told, shown):
+    """It is the last rank's. Meanwhile the other one waits for it in a collective."""
     place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
-    fault = f"    if world.rank == 1:\n        raise {raised}\n"
+    fault = f"    if world.rank == world.size - 1:\n        raise {raised}\n"
     within = with_fault(tmp_path / "copy", "train", place, fault + place)
-    result = launch(*within, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
-    assert error_lines(result) == [f"error: rank 1 failed: {told}"] and shown in result.err
-    assert result.err.count("Traceback") == 1 and result.codes == [1, 1]
-
-
-def test_a_process_alone_does_not_end_as_if_it_were_done(corpus, tmp_path):
-    place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
-    within = with_fault(tmp_path / "copy", "train", place, f"    raise SystemExit(0)\n{place}")
-    result = launch(*within, "train.py", *flags(corpus, tmp_path / "out"))
-    assert error_lines(result) == ["error: rank 0 failed: SystemExit: 0"] and result.codes == [1]
+    result = launch(*within, "train.py", *flags(corpus, tmp_path / "out"), nproc=nproc)
+    rank = max(nproc - 1, 0)
+    assert error_lines(result) == [f"error: rank {rank} failed: {told}"] and shown in result.err
+    assert result.err.count("Traceback") == 1 and result.codes == [1] * (rank + 1)
 
 
 def test_a_message_that_cannot_be_left_for_torchrun_leaves_no_file(tmp_path, monkeypatch):
