@@ -168,12 +168,15 @@ def assert_reads(result: dict, case: dict) -> None:
     """Assert how often the host reads what experts get, in each layer that has any: in a microbatch
     once for each stack of matrices, as no kernel multiplies by all of a stack on a CPU, and once
     for what ranks send. Where backward computes forward again, it reads nothing."""
-    ranks = ParallelConfig(**case["parallel"])
     if not config_of(case["config"]).n_experts or "objective" in case:
         return
+    ranks = ParallelConfig(**case["parallel"])
+    assert result["reads"] == microbatches_of(case, ranks) * (3 + (ranks.ep > 1))
+
+
+def microbatches_of(case: dict, ranks: ParallelConfig) -> int:
     share = BATCH // (ranks.replicate * ranks.shard // ranks.cp)
-    microbatches = share // case.get("microbatch", share)
-    assert result["reads"] == microbatches * (3 + (ranks.ep > 1))
+    return share // case.get("microbatch", share)
 
 
 def attentions(case: dict, layers: float) -> float:
@@ -181,12 +184,9 @@ def attentions(case: dict, layers: float) -> float:
     many with full checkpointing of uncompiled blocks, and again with cp, where a rank has two
     chunks of a sequence."""
     parallel = ParallelConfig(**case["parallel"])
-    parts = parallel.replicate * parallel.shard // parallel.cp
-    share = BATCH // parts
-    microbatches = share // case.get("microbatch", share)
     times = 2 if parallel.repeats_attention else 1
     chunks = 2 if parallel.cp > 1 else 1
-    return times * chunks * microbatches * layers
+    return times * chunks * microbatches_of(case, parallel) * layers
 
 
 def assert_trained(result: dict, case: dict, reference: dict | None = None) -> None:
