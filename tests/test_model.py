@@ -188,14 +188,19 @@ def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
     return model
 
 
+def load_weights(theirs: nn.Module, ours: Llama) -> None:
+    """Load all weights of our model into transformers'."""
+    weights = to_hugging_face(ours.config, dict(ours.named_parameters()))
+    loaded = theirs.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+
+
 def ours_and_theirs(config: LlamaConfig) -> tuple[Llama, nn.Module]:
     """Our model and transformers', with the same weights."""
     ours = build(config)
     theirs = peer_in_float64(config, eos_token_id=None, pad_token_id=None)
-    weights = to_hugging_face(config, dict(ours.named_parameters()))
-    loaded = theirs.load_state_dict(weights, strict=False)
-    assert not loaded.unexpected_keys
-    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    load_weights(theirs, ours)
     return ours, theirs
 
 
