@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -56,19 +57,20 @@ def test_sick_runs_are_sick_and_cures_help(name, tmp_path, monkeypatch):
 
 def test_admitting(copy):
     """Three different faults, the same for the same seed; nothing says which."""
+    ward = partial(in_copy, copy, script="clinic.py")  # what the command prints
 
     def admitted(*args) -> list[str]:
-        in_copy(copy, "admit", "--again", *args, script="clinic.py")
+        ward("admit", "--again", *args)
         return json.loads((copy / "out/clinic/ward.json").read_text())["faults"]
 
-    assert "no patients yet" in in_copy(copy, "step", script="clinic.py", code=2)
+    assert "no patients yet" in ward("step", code=2)
     seeds = [admitted("--seed", seed) for seed in (1, 2, 1)]
     assert seeds[0] == seeds[2] != seeds[1] and all(len(set(three)) == 3 for three in seeds)
     keys = [admitted("--class", "key", "--student", name) for name in ("ada", "bob", "ada")]
     assert keys[0] == keys[2] != keys[1]
-    shown = in_copy(copy, script="clinic.py")
+    shown = ward()
     assert all(clinic.FAULTS[name].complaint in shown for name in keys[2])
-    assert "--again replaces it" in in_copy(copy, "admit", script="clinic.py", code=2)
+    assert "--again replaces it" in ward("admit", code=2)
 
 
 def test_steps_and_answers(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ Splits are compared in test_exact.py, models of transformers in test_model.py, f
 test_formats.py."""
 
 import argparse
-import json
 import shutil
 import statistics
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import alone, like, metrics, slow, step_of, succeed
-from test_chat import BYTES
+from test_chat import BYTES, write
 from test_finetune import flags as lora_flags
 from test_formats import our_model, stored
 from test_pairs import PAIRS, written
@@ -108,8 +107,7 @@ def test_a_task_is_the_same_on_several_ranks(tmp_path, sums, script, ranks):
     elif script == "preferences.py":
         data = written(tmp_path, PAIRS)
     else:
-        lines = [json.dumps(dict(prompt="?" * i)) for i in range(1, 10)]
-        data.write_text("\n".join(lines))
+        write(data, *(dict(prompt="?" * i) for i in range(1, 10)))
         (tmp_path / "reward.py").write_text("def reward(**given):\n    return 0.3\n")
         given |= dict(reward=tmp_path / "reward.py", max_new_tokens=6)
     given["val_data"] = data

@@ -38,6 +38,7 @@ from techniques.recompute import recompute_and_compile
 from techniques.schedules import SCHEDULES, check_schedule, make_schedule, read_schedule
 
 CPU = torch.device("cpu")
+CONFIG = LlamaConfig(**GROUPED)
 
 
 def test_all_that_it_does():
@@ -82,7 +83,7 @@ def test_all_that_it_does():
 
 def test_tensor_parallelism_refuses_what_has_no_place():
     def refuses(name: str, part, remedy: str = "add its layer to PLAN.*OfHeads") -> None:
-        model = build_on_meta(LlamaConfig(**GROUPED))
+        model = build_on_meta(CONFIG)
         path = re.sub(r"\.(weight|bias)$", "", name)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, part)
@@ -102,16 +103,16 @@ def test_tensor_parallelism_refuses_what_has_no_place():
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
     mesh = SimpleNamespace(get_local_rank=lambda dim: 0)
     world = SimpleNamespace(parallel=ParallelConfig(), device=CPU, mesh=mesh)
-    model = Llama(LlamaConfig(**GROUPED))
+    model = Llama(CONFIG)
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
     with pytest.raises(UserError, match=r"attention\.slopes is a buffer, which would lose"):
         parallelize(model, world, initialize)
-    model = build_on_meta(LlamaConfig(**GROUPED))
+    model = build_on_meta(CONFIG)
     attention = model.layers["0"].attention
     attention.wv.weight = attention.wk.weight
     with pytest.raises(UserError, match=r"layers\.0\.attention\.wv\.weight is shared"):
         parallelize(model, world, initialize)
-    smoothed = Llama(LlamaConfig(**GROUPED))
+    smoothed = Llama(CONFIG)
     smoothed.loss = lambda hidden, weight, targets, *_: hidden.sum()
     with pytest.raises(UserError, match=r"not another model\.loss: change loss_of"):
         tensor_parallel(smoothed, mesh=None)
@@ -134,7 +135,7 @@ def test_nodes_with_unequal_numbers_of_ranks_agree_on_a_mesh(corpus, tmp_path):
 
 
 def test_replicas_that_begin_differently_are_refused():
-    model = Llama(LlamaConfig(**GROUPED))
+    model = Llama(CONFIG)
     parallel = ParallelConfig(dp="hsdp", replicate=2, shard=2)
     for norms, codes, differs in (  # of a base in 4 bits, sums of codes
         ([1.0, 2.0, 1.0, 2.0], [5, 6, 5, 6], None),
@@ -364,7 +365,7 @@ def test_inputs_of_blocks_are_offloaded_and_no_weights(monkeypatch, compile):
     """Compiled, also attention's output, and the logsumexp of its scores: [B, H, T]."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)  # checkpoints of torch 2.11 save an empty tensor
     torch._dynamo.reset()
-    model, tokens = Llama(LlamaConfig(**GROUPED)), torch.arange(12).view(1, 12)
+    model, tokens = Llama(CONFIG), torch.arange(12).view(1, 12)
     recompute_and_compile(model, "full", compile)
     offload_activations(model, SimpleNamespace(device=CPU))
     offloaded, to_cpu = [], offload.SavedByBlock.to_cpu
@@ -389,7 +390,7 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
         return x + h.mul_(3)  # exp has saved h
 
     monkeypatch.setattr(Block, "forward", forward)
-    model = Llama(LlamaConfig(**GROUPED))
+    model = Llama(CONFIG)
     tokens = torch.arange(12).view(1, 12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(tokens, targets=tokens).backward()

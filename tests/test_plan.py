@@ -252,7 +252,7 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
 def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
     """8B in bfloat16 on GPUs of so many GB; what is suggested fits."""
     monkeypatch.setattr("costs.search.usable_memory", lambda device: 0.9e9 * gigabytes)
-    process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
+    process = world_of(1, size)
     seq_len, microbatch = given.pop("seq_len", 4096), given.pop("microbatch")
     batch = given.pop("batch", 4 * size)
     parallel = ParallelConfig(**given | dict(dtype=torch.bfloat16, compile=True))
