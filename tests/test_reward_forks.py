@@ -21,7 +21,8 @@ RECORD = dict(prompt="1+1", truth="2" * 100_000)
 IMPORTS = "import builtins, json, os, re, subprocess, sys, time\n"
 
 
-def write_reward(path: Path, body: str) -> Path:
+def write_reward(directory: Path, body: str) -> Path:
+    path = directory / "reward.py"
     lines = body.replace("\n", "\n    ")
     path.write_text(f"{IMPORTS}def reward(prompt, answer, truth):\n    {lines}\n")
     return path
@@ -55,38 +56,33 @@ RETURNED = {  # what a reward does, and the number that the run takes
 @pytest.mark.parametrize("body", RETURNED)
 def test_a_reward_may_return_any_number(tmp_path, body):
     """And only its own process replies. The reply of a fork would be taken for the next one."""
-    process = RewardProcesses(write_reward(tmp_path / "reward.py", body))
+    process = RewardProcesses(write_reward(tmp_path, body))
     for _ in range(2):
         replies = process.replies([RECORD] * 2, ["2", "3"])
         assert [*replies] == [dict(reward=RETURNED[body], parts={})] * 2
 
 
-FAILS = {  # what a reward does, and what the run says of it
+ENDS = {  # what a reward does, and what the run says of it
     "if os.fork(): os._exit(3)\ntime.sleep(60)": "ended its process with exit code 3",
     "if os.fork(): sys.exit()\ntime.sleep(60)": "raised SystemExit()",
 }
+NO_REWARD = {
+    "return float('nan')": "returned nan, which is no finite number",
+    "return '1'": "returned '1', which is no finite number",
+    "return True": "returned True, which is no number: write float(...)",
+    "return dict(a=1, b=None)": "returned None as 'b', which is no finite number",
+    "return dict(a=1e308, b=1e308)":
+        "returned {'a': 1e+308, 'b': 1e+308}, whose sum is no finite number",
+    "return {'3': 1, 3: 1}": "returned 3, which is no name of a part",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("body", FAILS)
+@pytest.mark.parametrize("body", [*ENDS, *NO_REWARD])
 def test_a_failure_is_told_at_once(tmp_path, body):
-    process = RewardProcesses(write_reward(tmp_path / "reward.py", body))
-    assert [*process.replies([RECORD], ["2"])] == [dict(failed=FAILS[body], ended=True)]
-
-
-NO_REWARD = {  # what a reward returns, and what the run says of it
-    "float('nan')": "returned nan, which is no finite number",
-    "'1'": "returned '1', which is no finite number",
-    "True": "returned True, which is no number: write float(...)",
-    "dict(a=1, b=None)": "returned None as 'b', which is no finite number",
-    "dict(a=1e308, b=1e308)": "returned {'a': 1e+308, 'b': 1e+308}, whose sum is no finite number",
-    "{'3': 1, 3: 1}": "returned 3, which is no name of a part",
-}
-
-
-@pytest.mark.parametrize("value", NO_REWARD)
-def test_what_is_no_reward_is_told(tmp_path, value):
-    process = RewardProcesses(write_reward(tmp_path / "reward.py", f"return {value}"))
-    assert [*process.replies([RECORD], ["2"])] == [dict(failed=NO_REWARD[value])]
+    """And whether the process has ended by it."""
+    process = RewardProcesses(write_reward(tmp_path, body))
+    told = dict(failed=ENDS[body], ended=True) if body in ENDS else dict(failed=NO_REWARD[body])
+    assert [*process.replies([RECORD], ["2"])] == [told]
 
 
 @pytest.mark.parametrize("values, problem", [
@@ -136,7 +132,7 @@ def test_nothing_outlives_the_run(tmp_path, name, killed_by):
     ids.touch()
     written, stays = STAYS[name]
     body = f"print(os.getpid(), file=open(truth, 'a'))\n{stays}"
-    path = write_reward(tmp_path / "reward.py", body)
+    path = write_reward(tmp_path, body)
     command = [sys.executable, "-c", ASKS, path, ids, written, killed_by]
     assert subprocess.run([*map(str, command)], cwd=ROOT, timeout=30).returncode == -killed_by
     for process in set(ids.read_text().split()):
