@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 import checkpoint
 from runs.equal import whole_tensor
 

@@ -4,11 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from labs.machinery.checking import check_module  # noqa: E402
-from labs.machinery.guard import Job, check_guarded  # noqa: E402
+from labs.machinery.checking import check_module
+from labs.machinery.guard import Job, check_guarded
 
 lab, file, seconds = sys.argv[1:]
 job = Job(lab, Path(file), 5, check_module(lab).SIZES, float(seconds), cpu_seconds=60)

@@ -17,5 +17,4 @@ _, megabytes, *sys.argv = sys.argv
 data = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
 limit = 1024 * int(data[1]) + 1_000_000 * int(megabytes)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-sys.path.insert(0, str(ROOT))
 runpy.run_path(f"{ROOT}/{sys.argv[0]}", run_name="__main__")

@@ -3,13 +3,10 @@ more pieces of a prompt and draws more tokens. Writes to argument 1, for each ra
 sampled by the whole model and by its share."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from config import ParallelConfig
 from models.family import families
