@@ -350,6 +350,12 @@ def parsed_by(script: str, *arguments: str):
     return found[0]
 
 
+def change_json(path: Path, changes: dict) -> None:
+    """Give fields of an object in a JSON file other values."""
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+
+
 def error_lines(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("error: ")]
 

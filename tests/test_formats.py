@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import hugging_face_model, like, line_of_refusal, slow, succeed
+from conftest import change_json, hugging_face_model, like, line_of_refusal, slow, succeed
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from files import export, formats
@@ -379,8 +379,7 @@ def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch)
 
 def read_alike(directory: Path, **settings) -> None:
     """Assert that we read a model with these settings as transformers does."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    change_json(directory / "config.json", settings)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     logits_agree(load_pretrained(directory), theirs)
 
@@ -455,8 +454,7 @@ def test_configs_that_do_not_fit_are_refused(file, changes, message, tmp_path):
         saved_hf(tmp_path, our_model(PLAIN))
     else:
         save_shards(tmp_path, PLAIN, [our_model(PLAIN).state_dict()])
-    content = json.loads((tmp_path / file).read_text()) | changes
-    (tmp_path / file).write_text(json.dumps(content))
+    change_json(tmp_path / file, changes)
     told = line_of_refusal(load_pretrained, tmp_path)
     assert message in told
     assert str(tmp_path) in told and "--" not in told  # names no flag

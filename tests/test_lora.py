@@ -1,6 +1,5 @@
 """lora.py, files/adapters.py against adapters added by hand, and against PEFT."""
 
-import json
 import re
 import warnings
 from dataclasses import replace
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import like, same_with_gradients
+from conftest import change_json, like, same_with_gradients
 from torch import nn
 
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
@@ -384,10 +383,7 @@ VARIANTS = [
 @pytest.mark.parametrize("key, value", VARIANTS)
 def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
-    path = tmp_path / PEFT_FILES[0]
-    settings = json.loads(path.read_text())
-    settings[key] = value
-    path.write_text(json.dumps(settings))
+    change_json(tmp_path / PEFT_FILES[0], {key: value})
     named = "lm_head" if key == "target_modules" else key
     with pytest.raises(UserError, match=named):
         load_adapter(Llama(CONFIG), tmp_path)
