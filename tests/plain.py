@@ -352,11 +352,10 @@ def plain_adamw(named: dict[str, torch.Tensor], lr: float):
     """Return torch's AdamW, which decays matrices."""
     matrices = [p for p in named.values() if p.ndim > 1]
     vectors = [p for p in named.values() if p.ndim == 1]
-    groups = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": 0.1})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=False, foreach=False)
 
 
