@@ -123,13 +123,26 @@ def hugging_face_model(config, kind: str = "", **more):
     if scaling := written.pop("rope_scaling", None):
         rope |= scaling
     elif config.rope_scaling != 1:
-        rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)
-        rope |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
-    sizes = dict(hidden_size=config.dim, intermediate_size=config.ffn_dim, rope_parameters=rope)
-    sizes |= dict(num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads)
-    sizes |= dict(num_key_value_heads=config.n_kv_heads, vocab_size=config.vocab_size)
-    sizes |= dict(max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps)
-    sizes |= dict(tie_word_embeddings=config.tie_embeddings, head_dim=config.head_dim)
+        rope |= dict(
+            rope_type="llama3",
+            factor=config.rope_scaling,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+    sizes = dict(
+        hidden_size=config.dim,
+        intermediate_size=config.ffn_dim,
+        rope_parameters=rope,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        head_dim=config.head_dim,
+    )
     for ours, theirs in published.fields.items():
         sizes[theirs] = getattr(config, ours)
     sizes |= written
@@ -233,8 +246,14 @@ class Forks:
             atexit.register(server[0].communicate)  # closes its stdin, which ends it
         self.directory = tempfile.TemporaryDirectory()
         arguments, nproc = [*map(str, args)], sum(nodes) or nproc
-        self.request = dict(script=str(ROOT / script), arguments=arguments, nproc=nproc)
-        self.request |= dict(timeout=timeout, directory=self.directory.name, nodes=nodes)
+        self.request = dict(
+            script=str(ROOT / script),
+            arguments=arguments,
+            nproc=nproc,
+            timeout=timeout,
+            directory=self.directory.name,
+            nodes=nodes,
+        )
         print(json.dumps(self.request), file=server[0].stdin, flush=True)
         self.ranks = self._wait_for("ranks", 60)  # process ids
 

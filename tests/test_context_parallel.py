@@ -87,8 +87,21 @@ def test_a_long_sequence_fits_on_four_ranks_and_not_on_one(tmp_path):
     """8,192 tokens, where each process may allocate 800 MB."""
     text, out = tmp_path / "numbers.txt", tmp_path / "run"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(30_000)))
-    given = dict(dim=128, n_layers=8, n_heads=2, n_kv_heads=1, ffn_dim=512, seq_len=8192, batch=1)
-    given |= dict(model="llama3.2-1b", data=text, tokenizer="bytes", steps=2, eval_every=0, out=out)
+    given = dict(
+        model="llama3.2-1b",
+        dim=128,
+        n_layers=8,
+        n_heads=2,
+        n_kv_heads=1,
+        ffn_dim=512,
+        seq_len=8192,
+        batch=1,
+        data=text,
+        tokenizer="bytes",
+        steps=2,
+        eval_every=0,
+        out=out,
+    )
     command = "tests/workers/limited_memory.py", 800, "train.py", *as_flags(given)
     alone = launch(*command, timeout=300)
     refused(alone, "out of memory: a step is predicted", "--checkpointing")

@@ -55,9 +55,14 @@ def talk(base, monkeypatch, capsys):
     def talk(text: str | bytes, *flags, temperature=0, terminal=False):
         if isinstance(text, str):
             text = text.encode()
-        arguments = ["generate.py", str(base), "--chat"]
-        arguments += [f"--max-new-tokens={NEW}", f"--temperature={temperature}"]
-        arguments += [str(flag) for flag in flags]
+        arguments = [
+            "generate.py",
+            str(base),
+            "--chat",
+            f"--max-new-tokens={NEW}",
+            f"--temperature={temperature}",
+            *map(str, flags),
+        ]
         typed = io.TextIOWrapper(io.BytesIO(text))
         monkeypatch.setattr(sys, "argv", arguments)
         monkeypatch.setattr(sys, "stdin", typed)

@@ -116,8 +116,14 @@ def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, nproc):
 def test_a_signal_ends_an_evaluation(corpus, tmp_path, save_every):
     """One rank gets the signal, and all end. A save that is due comes first."""
     (long := tmp_path / "long.txt").write_text("one two three\n" * 100_000)
-    out, often = tmp_path / "run", dict(eval_every=5, save_every=save_every)
-    often |= dict(eval_windows=10**6, microbatch=1, val_data=long)
+    out = tmp_path / "run"
+    often = dict(
+        eval_every=5,
+        save_every=save_every,
+        eval_windows=10**6,
+        microbatch=1,
+        val_data=long,
+    )
     arguments = flags(corpus, out, steps=9, **often)
     run = Forks("train.py", *arguments, nproc=2, timeout=60)
     wait_for_lines(out / "metrics.jsonl", 5)  # although step 5 is being evaluated

@@ -64,8 +64,17 @@ def test_a_students_file_trains_resumes_generates_and_is_tuned(corpus, sums, tmp
     same_metrics(metrics(out), expected)
     saved = json.loads((out / "step-00000004/config.json").read_text())
     assert saved["family"] == name and len(saved["digest"]) == 64 and len(saved["logits"]) == 4
-    tuning = dict(steps=2, seq_len=96, batch=4, eval_every=0, save_every=0, dtype="float64")
-    tuning |= dict(init=out, data=sums, out=adapter)
+    tuning = dict(
+        init=out,
+        data=sums,
+        out=adapter,
+        steps=2,
+        seq_len=96,
+        batch=4,
+        eval_every=0,
+        save_every=0,
+        dtype="float64",
+    )
     succeed(*within, "finetune_lora.py", *as_flags(tuning))
     said = ["--prompt", "1 and", "--max-new-tokens", 8, "--temperature", 0]
     succeed(*within, "generate.py", out, *said)
@@ -311,8 +320,13 @@ def test_gradients_of_any_shape_are_the_slopes_of_the_loss(family, shapes):
     kind = families()[family].config
     for _ in range(shapes):
         heads = draw.choice([1, 2, 4])
-        sizes = dict(n_heads=2 * heads, n_kv_heads=heads, dim=2 * heads * draw.choice([4, 6, 8]))
-        sizes |= dict(n_layers=draw.choice([1, 2, 3]), ffn_dim=draw.choice([16, 40, 48, 96]))
+        sizes = dict(
+            n_heads=2 * heads,
+            n_kv_heads=heads,
+            dim=2 * heads * draw.choice([4, 6, 8]),
+            n_layers=draw.choice([1, 2, 3]),
+            ffn_dim=draw.choice([16, 40, 48, 96]),
+        )
         config = kind(**families()[family].small | sizes, vocab_size=128)
         check_gradients(small_config(config, config.n_layers), torch.device("cpu"))
 

@@ -42,8 +42,13 @@ WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
 TIED = LlamaConfig(128, 6, 4, 2, 384, vocab_size=4096, tie_embeddings=True)
 QWEN3 = like(CHUNKY, "qwen3", head_dim=64)
 CONFIGS = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED, QWEN3=QWEN3)
-ADAPTERS = {"none": None, "rank 4": LoRA(4), "wq wv": LoRA(4, targets=("wq", "wv"))}
-ADAPTERS |= {"dropout": LoRA(4, dropout=0.1), "dora": LoRA(4, dora=True)}
+ADAPTERS = {
+    "none": None,
+    "rank 4": LoRA(4),
+    "wq wv": LoRA(4, targets=("wq", "wv")),
+    "dropout": LoRA(4, dropout=0.1),
+    "dora": LoRA(4, dora=True),
+}
 COUNTED = ROOT / "tests/counted.jsonl"
 LIMITS = (0.02, 0.05, 0.10, 0.15, 0.40)
 ROWS = [json.loads(line) for line in COUNTED.read_text().splitlines()]
@@ -86,8 +91,14 @@ def count(work: Work, stage: int, monkeypatch) -> dict:
 
 def is_plain(step: dict) -> bool:
     """Return whether a step is a Llama's by AdamW, without other techniques than checkpointing."""
-    off = dict(adapters="none", float8="none", optimizer="adamw", moments="float32")
-    off |= dict(async_tp=False, offload_activations=False)
+    off = dict(
+        adapters="none",
+        float8="none",
+        optimizer="adamw",
+        moments="float32",
+        async_tp=False,
+        offload_activations=False,
+    )
     return all(step[name] == value for name, value in off.items())
 
 

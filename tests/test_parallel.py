@@ -54,8 +54,14 @@ def test_all_that_it_does():
 
     def run(function, dist: dict, loss=None, **names) -> dict:
         (code,) = re.findall(r"This is all .*?:\n\n(.*?)\n\n", function.__doc__, re.DOTALL)
-        names |= dict(dist=SimpleNamespace(**dist), loss=loss, sequences=x, n=2)
-        names |= dict(torch=torch, silu=F.silu)
+        names |= dict(
+            dist=SimpleNamespace(**dist),
+            loss=loss,
+            sequences=x,
+            n=2,
+            torch=torch,
+            silu=F.silu,
+        )
         found = {}
         exec(textwrap.dedent(code), names, found)
         return found

@@ -40,11 +40,20 @@ def as_flags(given: dict) -> list[str]:
 
 def flags(corpus, out, steps=5, sizes=SIZES, **more) -> list[str]:
     """Return the flags of a short run in float64 without evaluation, of CONFIG or other sizes."""
-    given = dict(data=corpus, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2)
-    given |= dict(warmup=min(2, steps), eval_every=0, save_every=0)
-    given |= dict(dtype="float64", optimizer="adamw")
-    given |= more
-    return [*sizes, *as_flags(given)]
+    given = dict(
+        data=corpus,
+        out=out,
+        steps=steps,
+        seq_len=24,
+        batch=8,
+        lr=1e-2,
+        warmup=min(2, steps),
+        eval_every=0,
+        save_every=0,
+        dtype="float64",
+        optimizer="adamw",
+    )
+    return [*sizes, *as_flags(given | more)]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -295,8 +304,14 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
 
 def test_a_run_learns_and_reports_it(corpus, tmp_path):
     out = tmp_path / "a run"
-    options = dict(steps=60, eval_every=60, save_every=20, keep=1)
-    options |= dict(dtype="float32", profile=True)
+    options = dict(
+        steps=60,
+        eval_every=60,
+        save_every=20,
+        keep=1,
+        dtype="float32",
+        profile=True,
+    )
     command = "train.py", *flags(corpus, out, **options)
     result = finish(start(*command, nproc=1))  # as a user does
     assert result.code == 0, result.err

@@ -89,10 +89,17 @@ def environment_of(rank: int, nodes: list[int], host: str, port: int) -> dict[st
     """Return the environment variables that torchrun sets for a rank of nodes with so many each."""
     places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
     node, local_rank = places[rank]
-    given = dict(RANK=rank, WORLD_SIZE=len(places), GROUP_RANK=node, GROUP_WORLD_SIZE=len(nodes))
-    given |= dict(LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=nodes[node])
-    given |= dict(MASTER_ADDR=host, MASTER_PORT=port)
-    given |= dict(TORCHELASTIC_USE_AGENT_STORE=True)  # rank 0 does not start a store of its own
+    given = dict(
+        RANK=rank,
+        WORLD_SIZE=len(places),
+        GROUP_RANK=node,
+        GROUP_WORLD_SIZE=len(nodes),
+        LOCAL_RANK=local_rank,
+        LOCAL_WORLD_SIZE=nodes[node],
+        MASTER_ADDR=host,
+        MASTER_PORT=port,
+        TORCHELASTIC_USE_AGENT_STORE=True,  # rank 0 does not start a store of its own
+    )
     return {name: str(value) for name, value in given.items()}
 
 
