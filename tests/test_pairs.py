@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from test_chat import BYTES, FUNCTIONS, write
+from test_chat import BYTES, FUNCTIONS, assistant, user, write
 from test_published import ours_and_theirs
 from test_published import write as write_tokenizer
 
@@ -17,15 +17,10 @@ from text.chat import open_samples
 from text.pairs import docstring_pairs, pair_of, pairs
 from text.targets import encode
 
-
-def said(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-HI = said("user", "Hi")
-GOOD = said("assistant", "Hello")
-BAD = said("assistant", "Go")
-BEFORE = [said("user", "A?"), said("assistant", "B.")]
+HI = user("Hi")
+GOOD = assistant("Hello")
+BAD = assistant("Go")
+BEFORE = [user("A?"), assistant("B.")]
 HH = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi\n\nAssistant: "
 
 
@@ -53,14 +48,14 @@ NAMES = "user", "assistant"
 
 def turns(*texts: str) -> list[dict]:
     """Messages of a user and of an assistant, in turn."""
-    return [said(NAMES[i % 2], text) for i, text in enumerate(texts)]
+    return [{"role": NAMES[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def sharegpt(*texts: str, names=("human", "gpt")) -> list[dict]:
     return [{"from": names[i % 2], "value": text} for i, text in enumerate(texts)]
 
 
-SYSTEM = said("system", "Be kind.")
+SYSTEM = {"role": "system", "content": "Be kind."}
 ASK = "What colour is it?"
 SKY = "What colour is the sky?"
 LAYOUTS = {  # a line, and the messages that both conversations begin with
@@ -100,7 +95,7 @@ LAYOUTS = {  # a line, and the messages that both conversations begin with
             chosen="Hello",
             rejected="Go",
         ),
-        [*BEFORE, said("user", "Add.\n\n1 2")],
+        [*BEFORE, user("Add.\n\n1 2")],
     ),
     "LLaMA-Factory's ShareGPT": (
         dict(
@@ -111,10 +106,10 @@ LAYOUTS = {  # a line, and the messages that both conversations begin with
         ),
         [SYSTEM, *BEFORE, HI],
     ),
-    "input": (record("Add.", "Hello", "Go", input="1 2"), [said("user", "Add.\n\n1 2")]),
+    "input": (record("Add.", "Hello", "Go", input="1 2"), [user("Add.\n\n1 2")]),
     "ShareGPT repeats a text": (record("Hi", sharegpt("Hi", "Hello"), sharegpt("Hi", "Go")), [HI]),
     "null and spaces": (
-        record([HI | {"name": None}], [said("user", "Hi \n"), GOOD], [HI, BAD]), [HI],
+        record([HI | {"name": None}], [user("Hi \n"), GOOD], [HI, BAD]), [HI],
     ),
     "system within": (record("Hi", [SYSTEM, HI, GOOD], [SYSTEM, HI, BAD]), [SYSTEM, HI]),
     "system once more": (
@@ -211,7 +206,7 @@ def test_texts_are_divided_as_by_trl(line):
 @pytest.mark.parametrize("line, says", [
     (record("Hi", "Hello", "Hello"), "must first differ in an answer"),
     (record("Hi", "Hello", "Hello "), "must first differ in an answer"),
-    (record(None, [HI, GOOD], [said("user", "Ho"), BAD]), "must first differ in an answer"),
+    (record(None, [HI, GOOD], [user("Ho"), BAD]), "must first differ in an answer"),
     (record(None, "Hello", "Go"), "no prompt, or no chosen answer"),
     (record("Hi", "Hello", " "), "rejected: message 2 is an empty answer"),
     (record(None, "Hello", "Go", system="Be kind."), "no prompt, or no chosen answer"),

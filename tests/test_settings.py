@@ -33,6 +33,7 @@ IDS = {name: i for i, name in enumerate(NAMES)}
 WORD = {"content": "<think>", "special": False, "normalized": False}
 DONE = {"__type": "AddedToken", "content": "<|done|>", "lstrip": False, "normalized": False}
 CONFIG, MAP, IDS_FILE = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+ENDS_ANSWERS = {MAP: {"eos_token": "<|im_end|>"}}  # by the token with which QWEN does
 
 
 @functools.cache
@@ -132,7 +133,7 @@ def test_tokens_that_only_files_beside_it_have(name, tmp_path):
 ])  # fmt: skip
 def test_tokens_to_which_transformers_gives_another_id_are_refused(files, token, given, tmp_path):
     """Or none, or one that no file says."""
-    path = directory_of(tmp_path / "base", {MAP: {"eos_token": "<|im_end|>"}} | files)
+    path = directory_of(tmp_path / "base", ENDS_ANSWERS | files)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     assert theirs.convert_tokens_to_ids(token) == given
     with pytest.raises(UserError, match=rf"tokenizer\.json has no '{re.escape(token)}'"):
@@ -162,7 +163,7 @@ SEVERAL = {
 @pytest.mark.parametrize("name", SEVERAL)
 def test_of_several_templates_one_is_chosen(name, tmp_path):
     """By its name or as a file; a checkpoint then has it alone. transformers does not choose."""
-    path = directory_of(tmp_path / "base", SEVERAL[name] | {MAP: {"eos_token": "<|im_end|>"}})
+    path = directory_of(tmp_path / "base", SEVERAL[name] | ENDS_ANSWERS)
     if name == "a folder":
         (path / "additional_chat_templates").mkdir()
         for one in TEMPLATES:
@@ -186,7 +187,7 @@ def test_of_several_templates_one_is_chosen(name, tmp_path):
 
 
 def test_a_template_is_chosen_by_a_flag(tmp_path):
-    path = directory_of(tmp_path / "base", SEVERAL["a list"] | {MAP: {"eos_token": "<|im_end|>"}})
+    path = directory_of(tmp_path / "base", SEVERAL["a list"] | ENDS_ANSWERS)
     (chats := tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 3)
     chat = "generate.py", path, "--chat", "--prompt", "Hi", "--max-new-tokens", 2
     score = "evaluate.py", path, "--chat", "--data", chats, "--seq-len", 256
