@@ -8,14 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    hugging_face_model,
-    launch,
-    metrics,
-    refused,
-    slow,
-    succeed,
-)
+from conftest import hugging_face_model, launch, metrics, refused, slow, succeed
 from exact import GROUPED
 from plain import effective_weights, plain_model
 from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401

@@ -89,9 +89,12 @@ def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, nodes,
     place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
     fault = f"    if world.rank == 1 and step == 4:\n        import os, time\n        {does}\n"
     worker, copy = with_fault(tmp_path / "copy", "train", place, fault + place)
-    seconds = "timedelta(seconds=16)"
-    short = dict(heartbeats=("GRACE", 3), joining=("COLLECTIVE_TIMEOUT", seconds))
-    for file, (name, value) in (short | dict(stuck=("STUCK_AFTER", 4))).items():
+    short = dict(
+        heartbeats=("GRACE", 3),
+        joining=("COLLECTIVE_TIMEOUT", "timedelta(seconds=16)"),
+        stuck=("STUCK_AFTER", 4),
+    )
+    for file, (name, value) in short.items():
         path = copy / f"plumbing/{file}.py"
         text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
         assert path.write_text(text) and n == 1

@@ -72,8 +72,12 @@ def in_house(directory: Path, *command, processes: int = 0, commit: str = COMMIT
         subprocess.run(["tar", "-x", "-C", house], input=content.stdout, check=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
     command = [sys.executable, *torchrun * bool(processes), *command]
-    environment = dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(house))
-    environment = os.environ | environment | {"FLATLLAMA_CACHE": str(directory / "cache")}
+    environment = os.environ | dict(
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        PYTHONPATH=str(house),
+        FLATLLAMA_CACHE=str(directory / "cache"),
+    )
     options = dict(cwd=house, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     ended = subprocess.run([*map(str, command)], text=True, **options)
     assert ended.returncode == 0, ended.stdout
