@@ -24,6 +24,11 @@ from techniques.decoding import generate, sample
 from techniques.kv_cache import KVCache
 
 
+@pytest.fixture
+def model() -> Llama:
+    return build(SMALL)
+
+
 @torch.no_grad()
 def likeliest(model: Llama, prompt: list[int], new: list[int]) -> list[int]:
     """Return the likeliest token in place of each of `new`, without a cache."""
@@ -32,17 +37,15 @@ def likeliest(model: Llama, prompt: list[int], new: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("at_a_time", [2048, 5])
-def test_cached_generation_equals_the_uncached_forward(at_a_time, monkeypatch):
+def test_cached_generation_equals_the_uncached_forward(model, at_a_time, monkeypatch):
     monkeypatch.setattr("techniques.decoding.AT_A_TIME", at_a_time)
-    model = build(SMALL)
     prompts = [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
     answers = generate(model, prompts, 25, temperature=0)
     for prompt, new in zip(prompts, answers):
         assert new == likeliest(model, prompt, new)
 
 
-def test_generation_stops_row_by_row():
-    model = build(SMALL)
+def test_generation_stops_row_by_row(model):
     prompts = [tokens_of(SMALL, 4, seed=n).tolist() for n in range(6)]
     free = generate(model, prompts, 30, temperature=0)
     stop = (free[0][3], free[2][8])
@@ -84,8 +87,8 @@ def test_tokens_are_those_of_before(name):
     assert generate(model, PROMPTS, 24, stop=(7,), **SAMPLED[way]) == FROZEN[name]
 
 
-def test_each_prompt_is_read_once_and_finished_rows_are_computed_no_more():
-    model, shapes = build(SMALL), []
+def test_each_prompt_is_read_once_and_finished_rows_are_computed_no_more(model):
+    shapes = []
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
     free = generate(model, prompts, 6, temperature=0)
     stop = free[1][2]
@@ -133,8 +136,7 @@ def test_sampling_follows_temperature_top_k_and_top_p():
 
 
 @torch.no_grad()
-def test_a_cache_is_as_long_as_it_says():
-    model = build(SMALL)
+def test_a_cache_is_as_long_as_it_says(model):
     tokens = tokens_of(SMALL, 1, 9)
     positions = torch.arange(9)[None]
     cache = KVCache(8)
@@ -299,8 +301,7 @@ def test_a_step_that_waits_for_the_host_is_not_recorded():
     assert not waits.any
 
 
-def test_a_step_that_waits_runs_operator_by_operator(recordings):
-    model = build(SMALL)
+def test_a_step_that_waits_runs_operator_by_operator(model, recordings):
     expected = generate(model, PROMPTS, 6)
     assert recordings
     recordings.clear()
@@ -324,9 +325,8 @@ def test_one_compiled_graph_serves_all_blocks(name, monkeypatch):
     assert counters["stats"]["unique_graphs"] == (2 if name == "gemma3" else 1)
 
 
-def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
+def test_the_host_looks_at_several_tokens_of_a_gpu(model, monkeypatch):
     """What a row has drawn after its end is dropped."""
-    model = build(SMALL)
     options = dict(max_new_tokens=21, top_p=0.9, stop=ENDS)
     expected = generate(model, PROMPTS, **options)
     assert len({*map(len, expected)}) > 1
@@ -340,8 +340,7 @@ def test_the_host_looks_at_several_tokens_of_a_gpu(monkeypatch):
         torch.testing.assert_close(one[:length, row], several[:length, row], rtol=0, atol=1e-12)
 
 
-def test_log_p_is_that_of_the_whole_forward():
-    model = build(SMALL)
+def test_log_p_is_that_of_the_whole_forward(model):
     trace = Trace(model, 12, len(PROMPTS))
     answers = generate(model, PROMPTS, 12, top_p=0.9, stop=ENDS, trace=trace)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers)):
@@ -351,8 +350,7 @@ def test_log_p_is_that_of_the_whole_forward():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_logits_that_are_not_finite_are_refused():
-    model = build(SMALL)
+def test_logits_that_are_not_finite_are_refused(model):
     model.output.weight.data[3] = float("nan")
     with pytest.raises(UserError, match="the model gives no finite logits"):
         generate(model, PROMPTS, 3)
@@ -387,9 +385,8 @@ def test_autocast_casts_each_weight_once():
 # ------------------------------------------------------------------------------ a conversation
 
 
-def test_a_conversation_is_read_once():
+def test_a_conversation_is_read_once(model):
     """Each turn begins with what was said before, or with less, if that was changed."""
-    model = build(SMALL)
     memory = Memory()
     options = dict(max_new_tokens=9, temperature=0)
     lengths = []
@@ -407,9 +404,8 @@ def test_a_conversation_is_read_once():
 
 
 @pytest.mark.parametrize("stopped", range(1, 5))
-def test_a_conversation_goes_on_after_an_interrupted_answer(stopped):
+def test_a_conversation_goes_on_after_an_interrupted_answer(model, stopped):
     """Ctrl-C comes while layer 2 computes a token of the prompt, or one of the answer."""
-    model = build(SMALL)
     memory = Memory()
     calls = []
 
