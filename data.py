@@ -52,6 +52,7 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
 ROUND_LENGTH = 1000  # a round has about so many sequences: of each source its share, rounded
+FOR_VALIDATION = r"(?<![A-Za-z])val"  # begins a word of a token file's name, as in a_val_0.bin
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
@@ -118,7 +119,7 @@ def _write_token_files(
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided
 # differently, so that old token files are not used any more.
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
 def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
@@ -175,7 +176,8 @@ def find_token_files(data: list[str]) -> list[Path]:
         candidates = sorted(path.glob("*.bin")) if path.is_dir() else [path]
         by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
     if any(by_source) and not all(by_source):
-        raise UserError(f"--data mixes token files and text ({' '.join(data)}): tokenize the text")
+        problem = f"--data mixes token files and text ({' '.join(data)})"
+        raise UserError(f"{problem}: make token files of the text by data.py tokenize")
     return [*itertools.chain(*by_source)]
 
 
@@ -303,19 +305,21 @@ def open_windows(
     val_data: list[str] | None = None,
     reading: Reading | None = None,
 ) -> tuple[Windows, Windows | Packed]:
-    """Return the training and the validation windows of --data. With `val_data`, all of --data is
-    for training.
+    """Return the training and the validation windows of --data. With `val_data`, all text in --data
+    is for training, and token files for validation are left out.
 
-    Files with "val" in their name are for validation; without any, the last twentieth of the last
-    file is. Raise UserError if a part of a source is too short for a window."""
+    A file is for validation if a word of its name begins with "val"; if none is, the last twentieth
+    of the last file is. Raise UserError if a part of a source is too short for a window."""
     reading = reading or Reading()
     if val_data:
         reading = replace(reading, val_fraction=0.0)
     train_files, val_files, sources = [], [], []
     for source, places in sources_of(data):
         paths = token_files(source, tokenizer, reading)
-        train = [open_token_file(path) for path in paths if "val" not in path.name]
-        val = [open_token_file(path) for path in paths if "val" in path.name]
+        train, val = [], []
+        for path in paths:
+            split = val if re.search(FOR_VALIDATION, path.name) else train
+            split.append(open_token_file(path))
         if train and not val and not val_data:
             last = train.pop()
             border = len(last) * 19 // 20

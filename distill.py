@@ -174,7 +174,7 @@ class OnPolicy(Distillation):
     def answer_step(self, step: int, steps: Steps) -> Batch:
         numbers = steps.order.sequences(step)
         asked = answers.prompts_of_step(self, numbers)
-        self.answered = answers.answered(self, asked, numbers)
+        self.answered = answers.answered(self, asked, numbers, len(asked))
         return self.answered.batch
 
     def held_out(self) -> Iterable[Batch]:

@@ -11,7 +11,7 @@ evaluates with the same functions: runs/scores.py, which says what the scores of
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -89,20 +89,17 @@ def load_split(
     bfloat16 = process.minimum(has_bfloat16(process.device))
     parallel = decided(asked.parallel, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     with torch.device("meta"):
-        whole = config.build()
-        model = config.build()  # the one that is split; `whole` answers what is refused
+        model = config.build()
+        if adapter or bits == 4:
+            add_adapters(model, lora, bits)
+    model.requires_grad_(False)
     document = seq_len if asked.chat else 0
     # Without a batch, the step is a microbatch of each share.
     work = requested_work(
-        parallel, whole, process, None, seq_len, asked.microbatch, document=document
+        parallel, model, process, None, seq_len, asked.microbatch, document=document
     )
     check_batch(work)
     check_parallel(work, asked.parallel.shard, process)
-    check_work(work, *techniques)  # before add_adapters, which fails at some sizes in 4 bits
-    if adapter or bits == 4:
-        add_adapters(model, lora, bits)
-    model.requires_grad_(False)
-    work = replace(work, model=model)  # to see what fits; parallelize then changes it
     work, _ = choose_work(work, asked.parallel.shard, process)
     check_work(work, *techniques)
     world = with_mesh(process, work.parallel)

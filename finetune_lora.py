@@ -111,9 +111,10 @@ class Finetuning(Run):
 
     def check(self) -> None:
         super().check()
-        needs_adapters = self.base_bits == 4 or self.merge or self.dropout or self.dora
-        if self.all_weights and (needs_adapters or self.parallel.reshard == "adapters"):
-            names = "--base-bits 4, --merge, --dropout, --dora and --reshard adapters"
+        of_adapters = "rank alpha dropout rslora targets dora base_bits merge".split()
+        given = self.typed.intersection(of_adapters)
+        if self.all_weights and (given or self.parallel.reshard == "adapters"):
+            names = f"--{', --'.join(of_adapters)} and --reshard adapters".replace("_", "-")
             raise UserError(f"{names} are for adapters: leave them out, or --all-weights")
         if self.dropout >= 1:
             raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
@@ -236,8 +237,8 @@ def sample_answers(
 def describe_strategies(
     run: Finetuning, parallel: ParallelConfig, job: setup.Job, process: Process
 ) -> str:
-    """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
-    not share the sequences."""
+    """Return what a rank would send in a step of fine-tuning under each strategy; "" where all
+    ranks have the same sequences."""
     if process.size == parallel.tp * parallel.pp:
         return ""
     work = rules.work_of(run, parallel, job.whole, process, packed=True)
@@ -317,7 +318,7 @@ def prepare(
             lora.add_adapters(model, replace(run.adapters, targets=targets), run.base_bits)
     for name in lora.adapters(model):
         peft_name(name, model.config)  # raises for an adapter that PEFT's format cannot name
-    exam = run.exam and Exam(run.exam, tokenizer, config.max_seq_len, chat=True)
+    exam = run.exam and Exam(run.exam, tokenizer, config.max_seq_len, chat=run.answers_messages)
     reading = Reading(skip_bad=run.skip_bad)
     train_set, val_set, examples, summary = script.open_data(run, tokenizer, reading)
     last_step = rules.last_step(run, len(train_set))

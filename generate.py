@@ -40,7 +40,6 @@ from plumbing.parser import nonnegative_int, parse
 from plumbing.processes import run
 from techniques.decoding import check_length, generate, stream
 from techniques.kv_cache import KVCache
-from techniques.nf4 import why_not_in_4_bits
 from text.targets import encode_prompt
 from text.templates import Conversation
 from text.tokenizer import Tokenizer
@@ -83,6 +82,8 @@ class Generation(ModelToLoad):
     def check(self) -> None:
         if self.system is not None and not self.chat:
             raise UserError("--system is a message to a chat model: give --chat, too")
+        if self.top_p > 1:
+            raise UserError(f"--top-p {self.top_p:g} is no probability: give 1 at most")
 
 
 # --------------------------------------------------------------------------------- the command
@@ -95,8 +96,6 @@ def load_model(
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 16:
         return load_pretrained(directory, dtype, device, adapter=adapter)
-    if reason := why_not_in_4_bits(config):
-        raise UserError(reason)
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
     in_4_bits = partial(add_adapters, lora=lora, base_bits=4)  # without targets, it adds none
     return load_pretrained(directory, dtype, device, in_4_bits, adapter)

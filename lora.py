@@ -135,11 +135,11 @@ class LoRALinear(nn.Linear):
         return [getattr(self, name) for name in self.PARAMETERS]
 
     @torch.no_grad()
-    def row_norms(self, with_adapter: bool = True) -> Tensor:
+    def row_norms(self, adapted: bool = True) -> Tensor:
         """Return the length of each row of W + scale B A, or of W alone. Where tensor parallelism
         gives a rank a part of each row, the squared lengths are all-reduced."""
         weight, row_scale, A, B, _ = map(to_local, self.ordered_parameters())
-        if not with_adapter:
+        if not adapted:
             A, B = A[:0], A.new_empty(len(weight), 0)  # an adapter of rank 0
         norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
@@ -308,7 +308,7 @@ def init_adapters(
             generator = generator_for(name, seed, value.device)
             value.uniform_(-bound, bound, generator=generator)
         if kind == "lora_magnitude":
-            value = model.get_submodule(path).row_norms(with_adapter=False)
+            value = model.get_submodule(path).row_norms(adapted=False)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
         assign(parameter, value)

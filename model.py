@@ -147,8 +147,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def document_mask(positions: Tensor, slots: Tensor, S: int) -> Tensor:
-    """Return a mask for rows that hold several documents: a token attends only to earlier tokens
-    of its own document.
+    """Return a mask for rows that hold several documents: a token attends only to itself and to
+    earlier tokens of its own document.
 
     Its position is counted from the start of its document. positions [B, T] of the tokens with
     queries, slots [T]: the column of each among the S keys -> bool [B, 1, T, S], True where
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer  # for your changes: torch.compile makes a graph for each number
+        self.layer = layer  # for your changes; if forward reads it, each layer is compiled anew
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)

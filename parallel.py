@@ -109,7 +109,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # or in 2.11
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -207,14 +207,14 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
-    """Compute in `parallel.dtype`, on a GPU by default bfloat16. Trainable weights stay float32.
+    """Compute in `parallel.dtype`, on a GPU by default bfloat16.
 
-    Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
-    are smaller than the spacing of bfloat16 numbers and would be rounded away. Without FSDP,
-    autocast casts a weight where it is used, but not the embedding, so the residual stream is
-    float32. FSDP casts its shard before the all-gather, which halves the bytes, and its residual
-    stream is bfloat16. RoPE and the sums in norms and loss are float32. Frozen parameters
-    are bfloat16 from the start."""
+    Trainable parameters and gradients stay float32 (master weights), and without --moments bfloat16
+    AdamW's moments, too: most updates are smaller than the spacing of bfloat16 numbers and would be
+    rounded away. Without FSDP, autocast casts a weight where it is used, but not the embedding: so
+    while that is trained the residual stream is float32. FSDP casts its shard before the
+    all-gather, which halves the bytes, and its residual stream is bfloat16. RoPE and the sums in
+    norms and loss are float32. Frozen parameters are bfloat16 from the start."""
     if parallel.dtype == torch.float64:
         model.double()
     if parallel.dtype == torch.bfloat16:

@@ -100,16 +100,17 @@ def is_evaluation(name: str) -> bool:
 
 
 def read_run(directory: Path) -> dict:
-    """Return what the page shows of a run: its flags, what else config.json says of it, curves of
-    at most POINTS points, and its evaluations."""
+    """Return what the page shows of a run: its flags, with what it chose for those left open; how
+    it was started; curves of at most POINTS points; and its evaluations."""
     if not (path := directory / "metrics.jsonl").is_file():
-        raise UserError(f"{directory} is no run of train.py: it has no metrics.jsonl")
+        raise UserError(f"{directory} is no run: it has no metrics.jsonl; give a run's --out")
     recorded = read_metrics(path)
     rows = [with_kind_of_loss(row) for row in recorded if type(row.get("tokens")) is int]
-    flags, facts = {}, {}
+    flags = chosen = facts = {}
     if (path := directory / "config.json").is_file():
         config = JsonFile(path)
-        flags, facts = (config.checked(n, config.get(n, {}), dict) for n in ("flags", "run"))
+        sections = [config.checked(n, config.get(n, {}), dict) for n in ("flags", "facts", "run")]
+        flags, chosen, facts = sections
     names = {}  # of all numbers of any row, in their order
     for row in rows:
         names |= {name: None for name, value in row.items() if type(value) in (int, float)}
@@ -129,7 +130,7 @@ def read_run(directory: Path) -> dict:
     ]
     return {
         "name": str(directory),
-        "flags": {name: str(value) for name, value in flags.items()},
+        "flags": {name: str(value) for name, value in (flags | chosen).items()},
         "facts": {name: str(value) for name, value in facts.items()},
         "steps_a_point": size,
         "step": [group[-1]["step"] for group in groups],

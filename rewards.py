@@ -4,10 +4,11 @@ r"""Train a Llama from rewards: sample answers, make those likelier that beat th
     torchrun --nproc-per-node 8 rewards.py --init ~/Llama-3.2-1B-Instruct --chat \
              --data gsm8k.jsonl --reward gsm8k.py --batch 256 --group 16 --microbatch 8 --lr 1e-5
 
-The data are JSON lines with a "prompt". --reward is a Python file with reward(prompt, answer),
-which returns a number; it is also given the other fields of the line. In each step the current
-weights answer --batch / --group prompts, each of them G = --group times, at temperature 1. The
-losses of all tokens on all ranks are added up, and divided once by the number of answers:
+docs/preferences.md makes such a base. The data are JSON lines with a "prompt". --reward is a Python
+file with reward(prompt, answer), which returns a number; it is also given the other fields of the
+line. In each step the current weights answer --batch / --group prompts, each of them G = --group
+times, at temperature 1. The losses of all tokens on all ranks are added up, and divided once by the
+number of answers:
 
     advantage = reward of the answer - mean reward of its group, the G answers to the same prompt
     ratio     = p(token) / p(token) by the weights that drew it
@@ -136,16 +137,15 @@ class Rewarding(Finetuning):
 
     def check(self) -> None:
         super().check()
-        if self.dropout:
+        if self.dropout or self.train_on_prompt:
             problem = "--dropout trains another model than the one that answers"
-            raise UserError(f"{problem}: leave it out")
-        if self.train_on_prompt:
-            raise UserError("--train-on-prompt changes nothing here: leave it out")
+            problem += ", and --train-on-prompt changes nothing here"
+            raise UserError(f"{problem}: leave them out")
         if self.group < 2 or self.batch % (self.group * self.updates):
             problem = f"--batch {self.batch} must be a multiple of --group"
             if self.updates > 1:
                 problem += f" x --updates {self.updates}"
-            raise UserError(f"{problem}; --group is 2 or more")
+            raise UserError(f"{problem}; --group is {self.group}, and has to be 2 or more")
         low, _ = self.clip_ratio
         if low >= 1:
             raise UserError("--clip-ratio: the first distance is below 1, as in 0.2 0.28")

@@ -4,7 +4,7 @@ r"""Train a Llama from scratch, or continue from existing weights.
     torchrun --nproc-per-node 2 train.py                         the same, on two processes
     torchrun train.py --data my_text/ --model small --out out/mine
     torchrun --nproc-per-node 8 train.py --model llama3.2-1b --tokenizer tokenizer.model \
-             --data tokens/ --batch 256 --microbatch 4 --seq-len 8192 --lr 3e-4 --steps 20000
+             --data tokens/ --batch 256 --microbatch 4 --seq-len 8192 --steps 20000
 
 This file is the life of a run, from top to bottom:
 
@@ -191,7 +191,7 @@ def accumulate(
     task_loss: Callable | None = None,
 ) -> Tensor:
     """Run forward and backward on each microbatch of this rank, so many rows of its batch in their
-    order (by default all at once); gradients accumulate.
+    order; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. It
     does all the communication of forward and backward. `task_loss` is a task's `loss`: it returns

@@ -91,10 +91,9 @@ def check_finite(model: Llama, step: int, out: Path, group: dist.ProcessGroup) -
     norm = torch.nn.utils.get_total_norm(trained).item()
     norms = on_every_rank(lambda: norm, group)
     if not math.isfinite(sum(norms)):
-        last = (checkpoints(out) or ["none"])[-1]
         raise UserError(
-            f"step {step}: the weights are not finite any more, and are not saved. The last "
-            f"checkpoint is {last}: --resume goes on from it, with a lower --lr"
+            f"step {step}: the weights are not finite any more, and are not saved: give a lower "
+            f"--lr. {what_is_saved(out)}"
         )
 
 
@@ -105,8 +104,11 @@ def why_not_saved(final: Path, error: OSError | CheckpointException) -> str:
     if os.strerror(errno.EIO) not in reason:
         free = shutil.disk_usage(out).free
         reason = f"{reason}; {free / 1e9:,.1f} GB are free there: make room"
-    earlier = checkpoints(out)
-    rest = "There is no checkpoint"
-    if earlier:
-        rest = f"The last checkpoint is {earlier[-1]}: --resume goes on from it"
-    return f"cannot save {final}: {reason}. {rest}"
+    return f"cannot save {final}: {reason}. {what_is_saved(out)}"
+
+
+def what_is_saved(out: Path) -> str:
+    """Return in a sentence where a run in OUT can go on."""
+    if saved := checkpoints(out):
+        return f"The last checkpoint is {saved[-1]}: --resume goes on from it"
+    return "There is no checkpoint"

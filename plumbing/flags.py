@@ -100,5 +100,5 @@ def values_of(record) -> dict[str, Any]:
 def as_json(value):
     if isinstance(value, tuple):
         return [*value]
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return value if plain else str(value).removeprefix("torch.")
+    is_plain = isinstance(value, int | float | str | None)
+    return value if is_plain else str(value).removeprefix("torch.")

@@ -42,9 +42,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def nonnegative_int(text: str, least: int = 0) -> int:
-    """Argument type: an integer of at least 0, or of at least `least`."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
+    """Argument type: an integer from 0, or from `least`, to 10^9."""
+    if not text.isdecimal() or not least <= int(text) <= 1_000_000_000:
+        raise argparse.ArgumentTypeError(f"expected an integer from {least} to 1e9, got '{text}'")
     return int(text)
 
 
@@ -60,18 +60,18 @@ def duration(text: str) -> int:
 
 
 def nonnegative_float(text: str) -> float:
-    """Argument type: a finite number of at least 0."""
+    """Argument type: a number from 0 to 1e38, which float32 can hold."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got '{text}'")
+    if not 0 <= number <= 1e38:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1e38, got '{text}'")
     return number
 
 
 def positive_float(text: str) -> float:
-    """Argument type: a finite number above 0."""
+    """Argument type: a number above 0, up to 1e38."""
     number = nonnegative_float(text)
     if not number:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")

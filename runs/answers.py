@@ -18,12 +18,12 @@ from parallel import World, used_techniques, weights_gathered
 from plumbing.devices import widest_float
 from plumbing.messages import UserError
 from runs.task import Task
-from techniques.decoding import check_length, generate
+from techniques.decoding import generate
 from text.batch import Batch
 from text.conversations import files_of
 from text.corpora import Reading, check_string, document_name, read_records, split_of
 from text.order import window_of
-from text.packing import Rows
+from text.packing import Encoded, Rows
 from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
@@ -61,9 +61,8 @@ def open_prompts(run, tokenizer: Tokenizer, reading: Reading) -> tuple[Prompts, 
             raise UserError(
                 f"{' '.join(data)} has too few prompts: give more lines like {EXPECTED}"
             )
-    val = val or train
-    summary = f"{len(train):,} prompts; {len(val):,} to evaluate on"
-    return Prompts(train, run.group), Prompts(val), [], summary
+    summary = f"{len(train):,} prompts; {len(val) or 'the same'} to evaluate on"
+    return Prompts(train, run.group), Prompts(val or train), [], summary
 
 
 def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -> tuple[list, list]:
@@ -74,12 +73,14 @@ def read_prompts(run, tokenizer: Tokenizer, reading: Reading, data: list[str]) -
             with reading.one(where):
                 text = check_string(record.get("prompt"), f'{where}: "prompt" is')
                 for name in ("answer", "answers", "prompts") & record.keys():
-                    problem = f'{where}: "{name}" is what a reward is given of this model'
+                    problem = f'{where}: "{name}" is what this model writes, or a list of that'
                     raise UserError(f"{problem}: rename the field")
                 ids = tokenizer.encode(text, bos=True)
                 if run.chat:
                     ids = encode_prompt([{"role": "user", "content": text}], tokenizer)
-                check_length(len(ids), run.max_new_tokens, run.seq_len)
+                if len(ids) + run.max_new_tokens > run.seq_len:
+                    problem = f"{len(ids)} tokens and --max-new-tokens {run.max_new_tokens}"
+                    raise UserError(f"{where}: {problem} exceed --seq-len {run.seq_len}: raise it")
                 splits[split_of(f"{document_name(file)}:{number}")].append((ids, record))
     return splits["train"], splits["val"]
 
@@ -89,7 +90,9 @@ def prompts_of_step(task: Task, numbers: Sequence[int]) -> list:
     first one of the run has 0. Answers of a group follow each other. All prompts are asked once, in
     an order by the seed, before any is asked again."""
     prompts, run = task.job.train_set.prompts, task.run
-    return [prompts[window_of(n // run.group, len(prompts), run.seed)] for n in numbers]
+    # After a resume with another --seq-len or --group, a step may begin between multiples of group.
+    extra = numbers[0] % run.group
+    return [prompts[window_of((n - extra) // run.group, len(prompts), run.seed)] for n in numbers]
 
 
 def prompts_of_evaluation(task: Task) -> tuple[list, Sequence[int], int]:
@@ -231,6 +234,15 @@ def replay(model: Llama, batch: Batch | None) -> None:
             layer.given = choices.flatten(0, 1).long()
 
 
+def samples_of(prompts: list, answers: list, are_counted: Sequence[bool]) -> list[Encoded]:
+    """Return each prompt with its answer, whose tokens are targets if it is counted."""
+    samples = []
+    for prompt, answer, is_counted in zip(prompts, answers, are_counted):
+        is_target = [False] * len(prompt) + [is_counted] * len(answer)
+        samples.append((prompt + answer, is_target))
+    return samples
+
+
 class Answers(Rows):
     """Rows of a prompt and its answer, whose tokens are the targets. A batch has three values of
     each target, 0 elsewhere: the `advantage` of its answer, `sampled_log_p`, its log p by the
@@ -247,11 +259,7 @@ class Answers(Rows):
         tokenizer: Tokenizer,
         choices: Sequence[Tensor] = (),  # of layers with experts, of each row [tokens, layers, K]
     ):
-        samples = []
-        for prompt, answer, is_counted in zip(prompts, answers, are_counted):
-            is_target = [False] * len(prompt) + [is_counted] * len(answer)
-            samples.append((prompt + answer, is_target))
-        super().__init__(samples, tokenizer)
+        super().__init__(samples_of(prompts, answers, are_counted), tokenizer)
         self.log_p = log_p.cpu()
         self.advantages = advantages.to(log_p.dtype)
         self.choices = choices
@@ -284,26 +292,20 @@ class Answered(NamedTuple):
     shown: str  # the first prompt with its answer
 
 
-def answered(
-    task: Task, asked: list, numbers: Sequence[int], counted: int | None = None
-) -> Answered:
+def answered(task: Task, asked: list, numbers: Sequence[int], counted: int) -> Answered:
     """Answer prompts, each (ids, record), which ranks share. Answers to the first `counted` of them
-    have targets; by default all have."""
+    have targets."""
     job, world = task.job, task.world
     started = time.perf_counter()
     own = slice(world.data_rank, None, world.parallel.data_size)  # every so-many-th is this rank's
     prompts = [ids for ids, _ in asked[own]]
     stop = job.tokenizer.stop
     answers = sample(job.model, prompts, numbers[own], task.run, stop, world).answers
-    counted = len(asked) if counted is None else counted
-    samples = []
-    ended = length = 0
-    for i, prompt, answer in zip(range(len(asked))[own], prompts, answers):
-        is_counted = i < counted
-        is_target = [False] * len(prompt) + [is_counted] * len(answer)
-        samples.append((prompt + answer, is_target))
-        ended += is_counted and answer[-1] in stop
-        length += is_counted * len(answer)
+    are_counted = [i < counted for i in range(len(asked))[own]]
+    samples = samples_of(prompts, answers, are_counted)
+    own_counted = answers[: sum(are_counted)]
+    ended = sum(answer[-1] in stop for answer in own_counted)
+    length = sum(map(len, own_counted))
     sums = world.all_gather_scalars([ended, length]).sum(0)
     copies = world.size / world.parallel.data_size  # ranks that have the same answers
     ended, length = (sums / copies).tolist()

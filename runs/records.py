@@ -132,25 +132,32 @@ class Recorder(contextlib.AbstractContextManager):
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
             lock_directory(self.run.directory)
-            problem = f"was deleted or moved: its records begin again at step {metrics['step']}"
-            print(f"warning: {self.run.directory} {problem}", file=sys.stderr)
+            print(
+                f"warning: {self.run.directory} was deleted or moved: its records begin again at "
+                f"step {metrics['step']}",
+                file=sys.stderr,
+            )
             self._open(metrics["step"] - 1)
         if metrics["step"] != self.step:
-            self.step, self.line_start = metrics["step"], self.file.seek(0, os.SEEK_END)
+            self.step, self.line_start = metrics["step"], self.file.tell()
+        line = f"{json.dumps(metrics)}\n".encode()
         try:
             self.file.seek(self.line_start)
-            self.file.write(f"{json.dumps(metrics)}\n".encode())
+            while line:  # a disk that gets full takes a part first, and then raises
+                line = line[self.file.write(line) :]
             self.file.truncate()
-        except OSError as error:  # a full disk; the run goes on, and may save
+        except OSError as error:  # the run goes on, and may save
+            self.file.seek(self.line_start)  # the next line replaces what was written of this one
             if not self.has_warned:
                 self.has_warned = True
-                problem = f"{path} is not written: {error.strerror}"
-                print(f"warning: {problem}: the run goes on without it", file=sys.stderr)
+                print(
+                    f"warning: {path} is not written: {error.strerror}: the run goes on without it",
+                    file=sys.stderr,
+                )
 
     def _open(self, done: int) -> None:
         """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
         out = self.run.directory
-        write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
         lines = []
         for row in read_metrics(path):
@@ -160,8 +167,10 @@ class Recorder(contextlib.AbstractContextManager):
             if type(row.get("tokens")) is int:
                 self.tokens = row["tokens"]
         self.line_start = len("".join(lines[:-1]))
-        write_atomically(path, "".join(lines))
+        write_atomically(path, "".join(lines))  # first, since it makes a directory a run's
+        write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         self.file, self.step = open(path, "r+b", buffering=0), done
+        self.file.seek(0, os.SEEK_END)
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
@@ -222,9 +231,11 @@ def unevaluated(out: Path, step: int) -> dict | None:
 def best_loss(out: Path) -> float:
     """Return the validation loss of the checkpoint that OUT/best links to; infinity without one."""
     best = out / "best"
-    name = best.readlink().name if best.exists() else ""
-    rows = (row for row in read_metrics(out / "metrics.jsonl") if name == f"step-{row['step']:08d}")
-    return next((row["val_loss"] for row in rows if type(row.get("val_loss")) is float), math.inf)
+    name = best.resolve().name if best.exists() else ""
+    for row in read_metrics(out / "metrics.jsonl"):
+        if name == f"step-{row['step']:08d}" and type(row.get("val_loss")) is float:
+            return row["val_loss"]
+    return math.inf
 
 
 def describe_process(world: World, work: Work) -> dict[str, str | int]:

@@ -108,10 +108,8 @@ def check_training_flags(
     techniques that the script joins to those of parallel.py."""
     if not run.epochs:
         check_steps(run, run.steps)
-    if run.keep_best and not run.eval_every:
-        raise UserError("--keep-best needs evaluations: give --eval-every")
-    if parallel.pp == 1 and (parallel.schedule != "1f1b" or run.parallel.stages_per_rank):
-        raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
+    if not run.eval_every and (run.keep_best or run.exam):
+        raise UserError("--keep-best and --exam need evaluations: give --eval-every")
     with torch.device("meta"):
         model = config.build()
     model.requires_grad_(run.adapters is None)  # a base that has adapters is frozen
@@ -209,6 +207,8 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
         raise UserError(
             f"{process.size} processes are no multiple of {sizes}: start a multiple, or give less"
         )
+    if parallel.pp == 1 and (parallel.schedule != "1f1b" or parallel.stages_per_rank > 1):
+        raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     if parallel.offload and dp not in sharded:
         raise UserError(f"--offload is for {' or '.join(sharded)}")
     if parallel.offload and parallel.reshard == "adapters":

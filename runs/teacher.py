@@ -29,8 +29,8 @@ def open_teacher(run, process: Process) -> tuple[dict, Llama]:
     metadata = read_config(directory)
     with torch.device("meta"):
         model = metadata["model"].build()
-        no_adapters = LoRA(targets=())  # but matrices in 4 bits, if they are asked for
-        add_adapters(model, no_adapters, run.teacher_bits)
+        # Without targets it adds no adapter, but stores matrices in 4 bits, if that is asked for.
+        add_adapters(model, LoRA(targets=()), run.teacher_bits)
     return metadata, model
 
 

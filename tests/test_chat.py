@@ -12,7 +12,7 @@ from conftest import line_of_refusal
 from model import IGNORE
 from plumbing.messages import UserError
 from text import chat, conversations
-from text.chat import open_samples
+from text.chat import open_chats, open_samples
 from text.conversations import read_conversations
 from text.corpora import Reading, read_pieces
 from text.packing import Packed, pack
@@ -184,9 +184,9 @@ def test_columns_beside_a_conversation(tmp_path, capsys):
         assert everything == ["{begin_of_text}", "2", "{eot_id}"]
         said = capsys.readouterr().err
         assert said.count("not read: about, input, n, of, prompt, split, x, y, zero") == 1
-        train, val, _, summary = opened(write(tmp_path / "a.jsonl", ALPACA | kind, *answering(2)))
+        train, val, *_ = opened(write(tmp_path / "a.jsonl", ALPACA | kind, *answering(2)))
         assert answers_of(train) + answers_of(val) == ["0{eot_id}", "1{eot_id}"]
-        assert "1 dropped" in summary
+        assert "1 dropped" in capsys.readouterr().err
 
 
 def test_arguments_and_fields_that_say_nothing(tmp_path, capsys):
@@ -302,7 +302,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     assert (len(train.samples), len(val.samples)) == (1, 1)
 
 
-def test_long_samples_are_truncated_and_counted(tmp_path):
+def test_long_samples_are_truncated_and_counted(tmp_path, capsys):
     prompt = len(encode_prompt([user("say 0")], BYTES))
     seq_len = prompt + 30  # an answer of 31 bytes loses the last one and its end token
     path = write(
@@ -312,14 +312,17 @@ def test_long_samples_are_truncated_and_counted(tmp_path):
         {"prompt": "say 9", "completion": "9" * 400},
         {"prompt": "z" * 200, "completion": "never seen"},
     )
-    train, val, _, summary = opened(path, seq_len)
-    assert summary.endswith("; 2 truncated; 1 dropped")
+    train, val, *_ = opened(path, seq_len)
+    line = f"{path}: {{}} samples truncated to --seq-len {seq_len}, {{}} dropped\n"
+    assert line.format(2, 1) in capsys.readouterr().err
+    open_chats([str(path)], BYTES, seq_len, Reading())
+    assert line.format(2, 1) in capsys.readouterr().err
     texts = answers_of(train) + answers_of(val)
     whole = [f"{i:030}{{eot_id}}" for i in range(8)]
     assert sorted(texts) == sorted([*whole, "8" * 31, "9" * 31])
     assert max(len(ids) - 1 for ids, _ in train.samples + val.samples) == seq_len
-    *_, summary = opened(path, seq_len, train_on_prompt=True)
-    assert summary.endswith("; 3 truncated")  # the last one has targets in its prompt
+    opened(path, seq_len, train_on_prompt=True)  # the last one has targets in its prompt
+    assert line.format(3, 0) in capsys.readouterr().err
     longest = len(encode([user("say 9"), assistant("9" * 400)], BYTES)[0]) - 1
     message = f"none of 11 samples has targets .* longest takes {longest} .*longer --seq-len"
     with pytest.raises(UserError, match=message):

@@ -130,6 +130,9 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
             assert kept == [f"step-{n:08d}" for n in sorted({best, step})]
             assert best_loss(tmp_path) == losses[best]
             assert checkpoint.read_config(tmp_path / "best")["step"] == best
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()  # as a copy that follows links has it
+    assert best_loss(tmp_path) == math.inf
 
 
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):

@@ -34,10 +34,10 @@ from runs.answers import read_prompts
 from runs.records import best_loss
 from text import corpora
 from text.bpe import train_tokenizer
-from text.conversations import read_conversations
+from text.conversations import conversations
 from text.corpora import Reading, find_files, read_pieces
 from text.exams import Exam
-from text.pairs import PAIRS
+from text.pairs import pairs
 from text.targets import encode
 from text.templates import _limits
 from text.tokenizer import load_tokenizer
@@ -63,12 +63,12 @@ def read_tokenizer(home: Path) -> None:
 
 
 def read_chats(home: Path) -> None:
-    for line in read_conversations(home / "chats.jsonl", Reading()):
+    for line in conversations([str(home / "chats.jsonl")], Reading()):
         encode(line.messages, BYTES, tools=line.tools)
 
 
 def read_pairs(home: Path) -> None:
-    for line in read_conversations(home / "pairs.jsonl", Reading(), PAIRS):
+    for line in pairs([str(home / "pairs.jsonl")], Reading()):
         encode(line.rejected, BYTES, tools=line.tools)
 
 

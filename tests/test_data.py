@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from runs.rules import last_step
 from text import token_files
 from text.bpe import train_tokenizer
 from text.conversations import conversations, files_of
-from text.corpora import Reading, find_files, read_pieces, read_records
+from text.corpora import Reading, document_name, find_files, read_pieces, read_records
 from text.exams import Exam
 from text.order import row_of, window_of
 from text.token_files import TokenFileWriter, open_token_file
@@ -111,10 +112,13 @@ def test_the_end_of_a_few_texts_is_held_out(tmp_path):
 def test_token_files_of_other_projects_without_validation(tmp_path):
     """fineweb_train_000001.bin and the like: the end of the last file is held out."""
     for i in range(2):
-        write_tokens(tmp_path, f"fineweb_train_{i}", 267, np.full(2000, i))
+        write_tokens(tmp_path, f"medieval_{i}", 267, np.full(2000, i))
     train, val = open_windows([str(tmp_path)], BYTES, 50)
     assert [len(file) for file in train.files] == [2000, 1900]
     assert val[0].tolist() == [1] * 51
+    write_tokens(tmp_path, "fineweb_val_0", 267, np.full(60, 7))
+    train, val = open_windows([str(tmp_path)], BYTES, 50)
+    assert [len(file) for file in train.files + val.files] == [2000, 2000, 60]
 
 
 def header(*values: int) -> bytes:
@@ -177,10 +181,15 @@ def test_compressed_files_and_arrays_are_read_as_their_text(tmp_path):
                 assert len(found) == 2  # for training, and held out
             else:
                 assert found == texts
-    names = [path.name for path in find_files([tmp_path])]
-    assert names == ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz"]  # other .json is rarely text
+    with pytest.raises(UserError, match=r"a\.jsonl would be read twice"):
+        find_files([tmp_path])
     bodies = read_pieces([tmp_path / "a.json"], Reading(text_field="body"))
     assert [piece.text for piece in bodies] == [record["body"] for record in records]
+
+
+def test_the_split_does_not_depend_on_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert document_name(Path("a.jsonl")) == document_name(tmp_path / "a.jsonl")
 
 
 def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, capsys):

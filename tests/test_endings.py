@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -292,7 +293,8 @@ def test_a_record_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
     assert result.err.count("is not written: No space left on device: the run goes on") == 1
 
 
-def test_the_line_of_an_evaluated_step_is_replaced(tmp_path):
+def test_the_line_of_an_evaluated_step_is_replaced(tmp_path, capsys):
+    """And so is the beginning of one for which the disk has no room."""
     recorder = records.Recorder.__new__(records.Recorder)
     recorder.run, recorder.config = Pretraining(out=tmp_path), {}
     recorder.world = SimpleNamespace(rank=0)
@@ -301,6 +303,13 @@ def test_the_line_of_an_evaluated_step_is_replaced(tmp_path):
     for row in rows:
         recorder.write(row)
     assert metrics(tmp_path) == [rows[0], *rows[2:]]
+    recorder.has_warned = False
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (recorder.file.tell() + 20, most))
+    recorder.write({"step": 4, "text": "long" * 9})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    recorder.write({"step": 5})
+    assert recorder.has_warned and metrics(tmp_path) == [rows[0], *rows[2:], {"step": 5}]
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])

@@ -252,7 +252,8 @@ BAD_QUESTIONS = [
     ('"choices": ["b", "c"], "answer": true', '"answer" is True: give the number of a'),
     ('"choices": ["b", "c"], "answer": 1.0', '"answer" is 1.0: give the number of a'),
     ('"answer": null', '"answer" is None: give it as a string'),
-    ('"answer": "b\\nc"', '"answer" has several lines: give one'),
+    ('"answer": "b\\nc"', "\"answer\" is 'b\\nc': give one line"),
+    ('"answer": " "', "\"answer\" is ' ': give one line"),
     (f'"answer": "b", "question": "{LONG}"', "and the model reads 256: leave"),  # the later counts
 ]
 
@@ -264,6 +265,14 @@ def test_a_line_that_is_no_question_is_refused(tmp_path, fields, problem):
     path.write_text(f'\n{{"question": "a", {fields}}}\n')
     with pytest.raises(UserError, match=re.escape(problem)):
         exams.Exam(path, tokenizer, 256)
+
+
+def test_a_choice_follows_after_one_space(tmp_path):
+    path = tmp_path / "exam.jsonl"
+    path.write_text('{"question": "1 + 1 = ", "choices": ["2"], "answer": 0}')
+    tokenizer = load_tokenizer("bytes")
+    ((ids, _),) = exams.Exam(path, tokenizer, 256).choices.samples
+    assert tokenizer.decode(ids[1:]) == "1 + 1 = 2"
 
 
 def test_an_exam_without_a_question_is_refused(tmp_path):

@@ -39,13 +39,16 @@ REFUSALS = """
 # ----------------------------------------------------------------------------------- train.py
 1 | train --model gpt5 | no preset 'gpt5' ... llama3.1-8b
 1 | train --microbatch 3 | --batch 8 ... --microbatch 3
-1 | train --keep -1 | --keep ... at least 0
-1 | train --clip nan | --clip ... at least 0
+1 | train --keep -1 | --keep ... from 0
+1 | train --clip nan | --clip ... from 0
 1 | train --dim 60 | heads of width 15
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --skip-steps 3 5 | --skip-steps 5 is the last: give --steps 4
 1 | train --epochs 2 | --steps and --epochs exclude each other: give one
-1 | train --keep-best | --keep-best needs evaluations: give --eval-every
+1 | train --keep-best | need evaluations: give --eval-every
+1 | train --exam {text} | need evaluations: give --eval-every
+1 | train --batch 2000000000 | --batch: expected an integer from 1 to 1e9
+1 | train --epochs 1e39 | --epochs: expected a number from 0 to 1e38
 1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
@@ -86,11 +89,12 @@ REFUSALS = """
 1 | train --data {corpus} {text} | mixes token files and text
 1 | train --data {foreign} | give --tokenizer
 2 | train --data {foreign} --tokenizer bytes --out {here}/run | token 999 ... bytes has only 267
-2 | train --lr 1e300 --warmup 0 --out {here}/run | step ... is not finite ... --skip-steps
+2 | train --lr 1e38 --warmup 0 --dtype float32 --out {here} | step ... not finite ... --skip-steps
 # --------------------------------------------------------------------------- finetune_lora.py
 2 | finetune --data {text} | counting.txt, line 1: ... is not a JSON object
 1 | finetune --dropout 1 | --dropout 1 drops everything: give a number below 1
 1 | finetune --alpha 0 | --alpha 0 switches the adapters off: give a number above 0
+1 | finetune --all-weights --targets wq | are for adapters: leave them out, or --all-weights
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 2 | finetune --base-bits 4 --tp 2 | each of 2 rank(s)
 1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too
@@ -101,6 +105,7 @@ REFUSALS = """
 1 | finetune --float8 rowwise | --float8 is for training all weights
 1 | finetune --optimizer muon | --optimizer muon is for whole matrices ... leave it out
 # ------------------------------------------------------------------------------------ data.py
+1 | data.py tokenize {text} {text} --out {out} | counting.txt would be read twice
 1 | tokenize --out {here} | exists: remove it
 1 | data.py train-tokenizer {text} --out {text} | exists: remove it
 1 | data.py train-tokenizer {sums} --text-field no --skip-bad --out {out} | there is no text
@@ -108,6 +113,7 @@ REFUSALS = """
 1 | tokenize --val-fraction 1 | no text, or all of it is held out: give more ... --val-fraction
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py {base} --tokenizer {other} | trained with another tokenizer than ... other.model
+1 | generate.py {base} --top-p 2 | --top-p 2 is no probability: give 1 at most
 1 | generate.py {base} --prompt 🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂 | --max-new-tokens 200 are more
 2 | generate.py {base} --chat | a conversation needs one process: run python generate.py
 1 | generate.py {bare} --prompt a | has no tokenizer.model: give its --tokenizer
@@ -119,7 +125,7 @@ REFUSALS = """
 1 | evaluate.py {base} --data {text} --seq-len 257 | exceeds the model's maximum: --seq-len 256
 1 | evaluate.py {base} --data {text} --json {out} | the answers of an exam: give --exam, too
 3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
-1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
+1 | train --exam {sums} --eval-every 1 --tokenizer bytes | line 1: "question" is None
 # ----------------------------------------------------------------------------------- bench.py
 1 | step --shard 2 | --shard 2 is for --dp hsdp
 1 | bench.py compare "ddp --dp diloco" | --dp diloco is retired
@@ -133,8 +139,8 @@ REFUSALS = """
 # ------------------------------------------------------------------------------ bench.py plan
 1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
 1 | plan --gpus 12 | is no multiple of 8, which a node has: give --gpus 16 for 2 full nodes
-1 | plan --gpus 4x | --gpus: expected an integer of at least 1
-1 | plan --gpus x4 | --gpus: expected an integer of at least 1
+1 | plan --gpus 4x | --gpus: expected an integer from 1
+1 | plan --gpus x4 | --gpus: expected an integer from 1
 1 | docs/side_by_side.py nope | no preset 'nope': choose one of tiny
 1 | plan --gpus 1 --tp 1 | nothing fits ... GB of 72: give more --gpus
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers

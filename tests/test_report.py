@@ -35,7 +35,7 @@ def write_run(directory, steps: int):
 
 
 def test_a_record_that_is_broken_or_grows_is_read(tmp_path, capsys):
-    refused(launch("report.py", tmp_path), "is no run of train.py")
+    refused(launch("report.py", tmp_path), "is no run: it has no metrics")
     out = write_run(tmp_path / "run", 3)
     rows = ["no JSON", "[1]", '{"step": "x"}', '{"step": 4, "tokens": 32, "loss": NaN}', '{"step"']
     with open(out / "metrics.jsonl", "a") as file:
@@ -51,7 +51,10 @@ def test_a_record_that_is_broken_or_grows_is_read(tmp_path, capsys):
 
 def test_a_long_run_is_thinned_by_means(tmp_path):
     steps = 2 * POINTS + 1
-    run = read_run(write_run(tmp_path / "run", steps))
+    out = write_run(tmp_path / "run", steps)
+    (out / "config.json").write_text('{"flags": {"lr": null, "dp": "auto"}, "facts": {"lr": 0.02}}')
+    run = read_run(out)
+    assert run["flags"] == {"lr": "0.02", "dp": "auto"}  # given, or chosen by the run
     size = run["steps_a_point"]
     assert size == 3
     assert run["step"][0] == size

@@ -139,10 +139,10 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "another name": (dict(data='{"prompt": "Hi", "answer": "Ho"}'), "rename the field"),
     "no JSON": (dict(val_data="Hi"), 'give {"prompt": "..."}'),
     "no prompt": (dict(data=""), "has too few prompts"),
-    "dropout": (dict(dropout=0.1), "leave it out"),
-    "prompts": (dict(train_on_prompt=True), "changes nothing here: leave it out"),
+    "dropout": (dict(dropout=0.1), "leave them out"),
+    "prompts": (dict(train_on_prompt=True), "changes nothing here: leave them out"),
     "groups": (dict(group=3), "must be a multiple of --group"),
-    "no room": (dict(max_new_tokens=99), "--max-new-tokens 99"),
+    "no room": (dict(max_new_tokens=99), "--max-new-tokens 99 exceed --seq-len 96"),
     "both": (dict(all_weights=True, dora=True), "are for adapters"),
 }
 

@@ -35,7 +35,7 @@ from models.family import families
 from parallel import World
 from plumbing.messages import UserError
 from rewards import Rewarding, Rewards, advantages_of
-from runs.answers import Answers, prompts_of_evaluation
+from runs.answers import Answers, prompts_of_evaluation, prompts_of_step
 from runs.records import warn_about_changed_flags
 from text.batch import Batch
 
@@ -400,6 +400,16 @@ def test_evaluations_draw_with_numbers_that_training_has_not():
     task = SimpleNamespace(job=job, run=SimpleNamespace(eval_windows=9), world=alone())
     asked, numbers, limit = prompts_of_evaluation(task)
     assert (asked, [*numbers], limit) == (prompts, [-1, -2, -3], 3)
+
+
+@pytest.mark.parametrize("first", [0, 426])
+def test_a_group_is_of_one_prompt(first):
+    """Also where a resume with another --seq-len begins between multiples of --group."""
+    run = SimpleNamespace(group=8, seed=0)
+    job = SimpleNamespace(train_set=SimpleNamespace(prompts=range(99)))
+    asked = prompts_of_step(SimpleNamespace(job=job, run=run), range(first, first + 32))
+    groups = {*zip(*[iter(asked)] * 8)}
+    assert groups == {(prompt,) * 8 for prompt in asked} and len(groups) == 4
 
 
 def test_an_answer_that_does_not_end_is_none():

@@ -4,12 +4,13 @@ A sample is one conversation, or the two of a pair (text/pairs.py). text/targets
 tokens, and text/packing.py packs several into a row.
 """
 
+import sys
 import zlib
 from collections.abc import Callable
 
 import numpy as np
 
-from plumbing.messages import UserError, with_progress
+from plumbing.messages import UserError, print_rank_zero, with_progress
 from text.conversations import Sample, conversations
 from text.corpora import Reading
 from text.packing import Packed
@@ -38,9 +39,9 @@ def open_samples(
     Without `val_data`, a hash holds out some of `data`; where that leaves a split empty, the last
     sample is held out. Raise UserError if a split has no sample."""
     options = tokenizer, seq_len, reading or Reading(), train_on_prompt, read
-    train, changes = _encode_all(data, *options)
+    train = _encode_all(data, *options)
     if val_data:
-        val, _ = _encode_all(val_data, *options)
+        val = _encode_all(val_data, *options)
     else:
         train, val = _hold_out(train)
         if not train:
@@ -52,14 +53,14 @@ def open_samples(
     filled = slots / (len(train_rows) * seq_len)
     summary = (
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
-        f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows{changes}"
+        f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows"
     )
     return train_rows, val_rows, _examples(val, tokenizer, seq_len), summary
 
 
 def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
     """Return the rows of all conversations of files, with what is too long truncated."""
-    samples, _ = _encode_all(data, tokenizer, seq_len, reading)
+    samples = _encode_all(data, tokenizer, seq_len, reading)
     return _pack_all(samples, seq_len, tokenizer)
 
 
@@ -106,9 +107,9 @@ def _encode_all(
     reading: Reading,
     train_on_prompt: bool = False,
     read: Callable[..., list[Sample]] = conversations,
-) -> tuple[list[Sample], str]:
-    """Return the samples, truncated to seq_len tokens, without those that then have no target, and
-    text that says how many were truncated or dropped. A pair that is too long is dropped: answers
+) -> list[Sample]:
+    """Return the samples, truncated to seq_len tokens, without those that then have no target. A
+    line says how many were truncated or dropped. A pair that is too long is dropped: answers
     without their ends would teach to be short. Raise UserError if no sample is left."""
     usable = []
     truncated = 0
@@ -141,9 +142,8 @@ def _encode_all(
             f"none of {len(samples):,} samples has targets within --seq-len {seq_len}: the longest "
             f"takes {longest:,} tokens; give a longer --seq-len, or answers to train on"
         )
-    changes = ""
-    if truncated:
-        changes += f"; {truncated:,} truncated"
-    if len(usable) < len(samples):
-        changes += f"; {len(samples) - len(usable):,} dropped"
-    return usable, changes
+    dropped = len(samples) - len(usable)
+    if truncated or dropped:
+        changes = f"{truncated:,} samples truncated to --seq-len {seq_len}, {dropped:,} dropped"
+        print_rank_zero(f"{' '.join(data)}: {changes}", file=sys.stderr)
+    return usable

@@ -121,8 +121,7 @@ def fields_of_chat(record: dict) -> set[str]:
 
 
 def text_of(record: dict, name: str, where: str) -> str:
-    value = record.get(name)
-    return "" if value is None else check_string(value, f'{where}: "{name}" is')
+    return check_string(record.get(name, ""), f'{where}: "{name}" is')
 
 
 def question_of(record: dict, name: str, where: str) -> str:
@@ -139,9 +138,7 @@ def beginning(record: dict, where: str) -> Conversation:
     """Return the messages in the fields beside a conversation: its system message, and the earlier
     turns of its "history"."""
     refuse_other_meanings(record, where)
-    turns = record.get("history")
-    if turns is None:
-        turns = []
+    turns = record.get("history", [])
     messages = []
     for turn in turns if isinstance(turns, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2:
@@ -172,9 +169,9 @@ def up_to_last_answer(messages: Conversation, record: dict, where: str) -> Conve
     return messages
 
 
-def read_messages(turns: list, where: str, before: Conversation | None = None) -> Conversation:
+def read_messages(turns: list, where: str, before: Conversation = ()) -> Conversation:
     """Return the messages of a file as chat templates take them; `before` are those before them."""
-    first = 1 + sum(message["role"] != "system" for message in before or [])
+    first = 1 + sum(message["role"] != "system" for message in before)
     messages = []
     for i, turn in enumerate(turns, first):
         messages.append(_message(turn, f"{where}: message {i}"))

@@ -117,6 +117,9 @@ def find_files(
             files += files_inside(path, suffixes, advice)
         else:
             files.append(path)
+    for path, times in Counter(map(without_gzip, files)).items():
+        if times > 1:
+            raise UserError(f"{path} would be read twice: name it once, or leave out one of two")
     return files
 
 
@@ -124,10 +127,8 @@ def files_inside(directory: Path, suffixes: tuple[str, ...], advice: str) -> lis
     """Return what find_files finds in a directory. A line says what is left out."""
     found = []
     left_out = Counter()
-    for file in sorted(directory.rglob("*")):
+    for file in filter(Path.is_file, sorted(directory.rglob("*"))):
         kind = _kind(file.relative_to(directory))
-        if not file.is_file():
-            continue
         if kind in suffixes:
             found.append(file)
         else:
@@ -160,7 +161,11 @@ def _kind(path: Path) -> str:
 
 def kind_of(path: Path) -> str:
     """Return the suffix of a file's name, without that of gzip."""
-    return Path(path.name.removesuffix(".gz")).suffix
+    return without_gzip(path).suffix
+
+
+def without_gzip(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".gz"))
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -208,7 +213,7 @@ def split_of(document: str, val_fraction: float = VAL_FRACTION) -> str:
 def document_name(path: Path) -> str:
     """Return the name of a file for `split_of`: DIRECTORY/FILE. The rest of the path is left out,
     so that a corpus can be moved without changing the split."""
-    return "/".join(path.parts[-2:])
+    return "/".join(path.absolute().parts[-2:])
 
 
 # -------------------------------------------------------------------------------------- reading
@@ -250,7 +255,7 @@ def _text_of(record: dict, field: str, where: str) -> str:
     if field not in record:
         found = ", ".join(record) or "nothing"
         advice = "give --text-field"
-        if record.keys() & {"messages", "conversations", "instruction", "prompt"}:
+        if record.keys() & (MESSAGES | {"instruction", "prompt"}):
             advice += "; conversations are for fine-tuning, and for evaluate.py --chat"
         raise UserError(f'{where}: there is no "{field}" but {found}: {advice}')
     return check_string(record[field], f'{where}: "{field}" is')
@@ -298,9 +303,6 @@ def read_records(
     A `.json` file may be an array of objects instead.
 
     Raise UserError, which asks for `expected`, where a line is something else."""
-    if not path.is_file():
-        problem = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"{path} {problem}: give a file with lines like {expected}")
 
     def parse(raw: bytes, where: str) -> object:
         text = _decode(raw, where).removeprefix(BOM)

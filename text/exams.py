@@ -12,7 +12,7 @@ from plumbing.json_files import check_string
 from plumbing.messages import UserError
 from text.corpora import find_files, read_records
 from text.fields import note_unread, refuse_other_meanings, unread
-from text.packing import Encoded, Rows
+from text.packing import Rows
 from text.targets import encode_prompt
 from text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class Exam:
         self.room = room
         self.questions: list[dict] = []
         self.prompts: list[list[int]] = []
-        samples: list[Encoded] = []
+        samples = []
         for file in find_files([path], (".jsonl",), f"give one with lines like {QUESTIONS}"):
             not_read = set()
             for _, where, question in read_records(file, QUESTIONS):
@@ -68,15 +68,15 @@ class Exam:
         if chat:
             prompt = encode_prompt([{"role": "user", "content": text}], self.tokenizer)
             return prompt, [prompt + self.tokenizer.encode(choice.strip()) for choice in choices]
-        # A space belongs to the token of the next word; before a choice, so does a line end.
-        before = text.rstrip() if choices else text.rstrip(" ")
+        text = text.rstrip(" ")  # a space belongs to the token of the next word
+        before = text.rstrip() if choices else text  # and before a choice, so does a line end
         prompt = self.tokenizer.encode(before, bos=True)
         rows = [self.tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
         return prompt, rows
 
 
 def check_question(question: dict, where: str) -> None:
-    """Raise UserError where a line is no question. Strings become those that UTF-8 can hold."""
+    """Raise UserError where a line is no question. The question becomes what UTF-8 can hold."""
     refuse_other_meanings(question, where)
     question["question"] = check_string(question.get("question"), f'{where}: "question" is')
     choices, answer = question.get("choices") or [], question.get("answer")
@@ -86,5 +86,5 @@ def check_question(question: dict, where: str) -> None:
         check_string(choice, f"{where}: a choice is")
     if choices and (type(answer) is not int or answer not in range(len(choices))):
         raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
-    if not choices and "\n" in check_string(answer, f'{where}: "answer" is').strip():
-        raise UserError(f'{where}: "answer" has several lines: give one')
+    if not choices and len(check_string(answer, f'{where}: "answer" is').strip().splitlines()) != 1:
+        raise UserError(f'{where}: "answer" is {answer!r:.60}: give one line')

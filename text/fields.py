@@ -55,5 +55,4 @@ def note_unread(path: Path, names: set[str]) -> None:
 
 
 def _says_nothing(value: object) -> bool:
-    is_empty = isinstance(value, str | list | dict) and not value
-    return value is None or is_empty
+    return value in (None, "", [], {})

@@ -107,7 +107,7 @@ class Tokenizer:
         self.template = ""
         if not file:
             if template:
-                raise UserError(f"tokenizer {self.name} has no directory for a --chat-template")
+                raise UserError(f"tokenizer {self.name} has no --chat-template: leave it out")
             return
         folder = folder_of(file)
         kind = "json" if file.suffix == ".json" else "model"
