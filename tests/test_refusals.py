@@ -146,6 +146,7 @@ REFUSALS = """
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
+1 | lab check mean --ranks 0 | --ranks 0: mean is checked on 2
 1 | lab predict bytes --student ada | --student is for --class KEY
 1 | lab release {here} | exists: name a new directory
 1 | lab grade {here} --csv /no/such/a.csv | /no/such/a.csv cannot be written

@@ -136,9 +136,8 @@ def job_of(file: Path, seed: int, ranks: int | None, solved_in: float) -> Job:
 def sizes_of(lab: str, ranks: int | None) -> tuple[int, ...]:
     """Return the numbers of ranks to check a lab on. Raises UserError if it cannot have `ranks`."""
     sizes = check_module(lab).SIZES
-    if ranks and ranks not in sizes:
-        says = f"{lab} is checked on {', '.join(map(str, sizes))}"
-        raise UserError(f"--ranks {ranks}: {says}")
+    if ranks not in (None, *sizes):
+        raise UserError(f"--ranks {ranks}: {lab} is checked on {', '.join(map(str, sizes))}")
     return (ranks,) if ranks else sizes
 
 
