@@ -225,6 +225,8 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     from perf.compare import flags_of_contestant, is_alone  # here, as in `compare`
 
     wanted = parse(Contestant, flags_of_contestant(contestant).split()).parallel
+    if wanted.dp == "auto":
+        raise UserError(f"{contestant}: a run chooses what --dp auto is: name a strategy, as ddp")
     parallel = decided(wanted, dtype=asked.parallel.dtype)
     if is_alone(contestant):
         process = replace(process, size=1)

@@ -435,7 +435,7 @@ def remove_old(newest: Path, keep: int, is_best: bool) -> None:
     link = newest.with_name("best")
     if is_best:
         os.replace(new_link(newest.parent, newest.name), link)
-    best = link.readlink().name if link.is_symlink() else ""
+    best = link.resolve().name
     for old in checkpoints(newest.parent)[: -keep or 0]:  # none if `keep` is 0
         hidden = old.with_name(f".{old.name}")
         try:
@@ -447,14 +447,18 @@ def remove_old(newest: Path, keep: int, is_best: bool) -> None:
 
 
 def new_link(out: Path, name: str) -> Path:
-    """Return a hidden link in OUT to a name. Raise UserError where the disk has no links."""
+    """Return a hidden link in OUT to a name, which may then replace OUT/best. Raise UserError where
+    the disk has no links, or OUT/best is none, as in a copy of a run."""
+    best = out / "best"
     link = out / ".best"
     try:
+        if best.exists():
+            best.readlink()
         link.unlink(missing_ok=True)
         link.symlink_to(name)
     except OSError as error:
-        reason = f"{error.strerror}, and {out / 'best'} would be a symbolic link"
-        raise UserError(f"{reason}: leave out --keep-best, or give --out on another disk")
+        problem = f"{best} has to be a symbolic link ({error.strerror}): remove it"
+        raise UserError(f"{problem}, leave out --keep-best, or give --out on another disk")
     return link
 
 

@@ -142,7 +142,9 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def check_steps(run: Run, steps: int) -> None:
-    """Raise UserError for a warmup or for skipped steps that do not fit the number of steps."""
+    """Raise UserError for a warmup, for skipped steps or a profile that do not fit the steps."""
+    if run.profile and steps < 5:
+        raise UserError("--profile traces steps 3 to 5: give 5 --steps or more")
     longest = steps
     if run.lr_schedule == "wsd":
         longest = steps + 1 - math.ceil(steps / 3)  # then learning_rate decays

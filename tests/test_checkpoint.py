@@ -133,6 +133,8 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
     (tmp_path / "best").unlink()
     (tmp_path / "best").mkdir()  # as a copy that follows links has it
     assert best_loss(tmp_path) == math.inf
+    with pytest.raises(UserError, match=r"best has to be a symbolic link \(Invalid argument\)"):
+        checkpoint.Saver(tmp_path, *trained(), BYTES, {"keep_best": True}, {})
 
 
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):

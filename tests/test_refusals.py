@@ -48,6 +48,7 @@ REFUSALS = """
 1 | train --keep-best | need evaluations: give --eval-every
 1 | train --exam {text} | need evaluations: give --eval-every
 1 | train --batch 2000000000 | --batch: expected an integer from 1 to 1e9
+1 | train --profile --steps 4 | --profile traces steps 3 to 5
 1 | train --epochs 1e39 | --epochs: expected a number from 0 to 1e38
 1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
@@ -131,6 +132,8 @@ REFUSALS = """
 1 | bench.py compare "ddp --dp diloco" | --dp diloco is retired
 1 | bench.py step --lora=rewards | required: --init, --reward
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
+1 | bench.py compare "ddp --dp auto" | name a strategy, as ddp
+1 | bench.py compare "ddp --schedule gpipe" | are for pipelines: give --pp
 1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
 1 | bench.py compare one bare --model tiny-experts | bare leaves mixtures out
