@@ -42,9 +42,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def nonnegative_int(text: str, least: int = 0) -> int:
-    """Argument type: an integer from 0, or from `least`, to 10^9."""
-    if not text.isdecimal() or not least <= int(text) <= 1_000_000_000:
-        raise argparse.ArgumentTypeError(f"expected an integer from {least} to 1e9, got '{text}'")
+    """Argument type: an integer from 0, or from `least`, to 10^15."""
+    if not text.isdecimal() or not least <= int(text) <= 1e15:
+        raise argparse.ArgumentTypeError(f"expected an integer from {least} to 1e15, got '{text}'")
     return int(text)
 
 

@@ -51,7 +51,7 @@ def packed_shape(out: int, width: int) -> tuple[int, int, int]:
     """Return the shape of `weight` for a matrix [out, width]."""
     if width % BLOCK:
         raise UserError(
-            f"4 bits need rows of a multiple of {BLOCK} weights, not {width}: give --base-bits 16"
+            f"4 bits need rows of a multiple of {BLOCK} weights, not {width}: leave 4 bits out"
         )
     return out, width // BLOCK, 1 + BLOCK // 2
 

@@ -58,7 +58,7 @@ def plain_details(model, tokenizer, rows, chat: bool = False, room: int = ROOM) 
         if "choices" in question:
             scores = []
             for choice in question["choices"]:
-                whole = tokenizer.encode(f"{text} {choice}", bos=True)
+                whole = tokenizer.encode(f"{text.rstrip(' ')} {choice}", bos=True)
                 if chat:
                     whole = head + tokenizer.encode(choice)
                 losses = losses_of(model, whole)

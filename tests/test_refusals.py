@@ -47,7 +47,7 @@ REFUSALS = """
 1 | train --epochs 2 | --steps and --epochs exclude each other: give one
 1 | train --keep-best | need evaluations: give --eval-every
 1 | train --exam {text} | need evaluations: give --eval-every
-1 | train --batch 2000000000 | --batch: expected an integer from 1 to 1e9
+1 | train --dim 99999999999999999 | --dim: expected an integer from 1 to 1e15
 1 | train --profile --steps 4 | --profile traces steps 3 to 5
 1 | train --epochs 1e39 | --epochs: expected a number from 0 to 1e38
 1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3

@@ -204,7 +204,7 @@ def test_a_template_for_a_model_without_one(tmp_path):
     (tmp_path / "mine.jinja").write_text(QWEN.replace("<|im_end|>", "<|done|>"))
     ours = load_tokenizer(str(path), str(tmp_path / "mine.jinja"))
     assert ours.stop == (6,) and encode(TALK, ours)[0][-1] == 6
-    with pytest.raises(UserError, match="tokenizer bytes has no directory for a --chat-template"):
+    with pytest.raises(UserError, match="tokenizer bytes has no --chat-template: leave it out"):
         load_tokenizer("bytes", str(tmp_path / "mine.jinja"))
 
 
