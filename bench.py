@@ -53,7 +53,6 @@ from model import Llama
 from models.family import find_preset
 from parallel import World, with_mesh
 from perf.instruments import Training, build_on_meta, check_writable
-from plumbing import processes
 from plumbing.flags import as_json, flag, other_default, values_of, within
 from plumbing.joining import init_distributed
 from plumbing.messages import UserError, print_rank_zero
@@ -65,13 +64,14 @@ from plumbing.parser import (
     positive_int,
     record_of,
 )
-from plumbing.processes import Process
+from plumbing.processes import Process, run
 from runs import rules
 from runs.equal import compare_steps
 from runs.flags import Pretraining, Run, flags_of_pretraining
 from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import choose_work, join, prepare_pretraining, steps_of
 from runs.task import Task
+from techniques import nf4
 from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.order import Order, Steps
@@ -239,7 +239,7 @@ def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
     parallel = with_mesh_sizes(work.parallel, process.size, process.per_node, wanted.shard)
     work = replace(work, parallel=parallel)
     check_batch(work)
-    check_work(work)
+    check_work(work, *[nf4.TECHNIQUE] * (asked.base_bits == 4))
     return work
 
 
@@ -418,4 +418,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    processes.run(main)
+    run(main)

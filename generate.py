@@ -128,8 +128,7 @@ class Memory:
         del self.tokens[known:]
         self.cache.go_back(known)
         for (token,) in stream(model, [prompt], cache=self.cache, **options):
-            is_first = len(self.tokens) == known
-            if is_first:  # the prompt has been read
+            if len(self.tokens) == known:  # the first token: the prompt has been read
                 self.tokens += prompt[known:]
             self.tokens.append(token)
             yield token
@@ -176,7 +175,8 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
                 is_stopped = True
             except EOFError:
                 break
-    print("\n" if in_terminal else "", end="")
+    if in_terminal:
+        print()
 
 
 def answer(

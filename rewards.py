@@ -146,8 +146,7 @@ class Rewarding(Finetuning):
             if self.updates > 1:
                 problem += f" x --updates {self.updates}"
             raise UserError(f"{problem}; --group is {self.group}, and has to be 2 or more")
-        low, _ = self.clip_ratio
-        if low >= 1:
+        if self.clip_ratio[0] >= 1:
             raise UserError("--clip-ratio: the first distance is below 1, as in 0.2 0.28")
         if self.max_ratio < 1:
             raise UserError("--max-ratio is 1 or more, as 2")

@@ -13,6 +13,7 @@ from test_finetune import factors, flags, same_run
 from test_formats import our_model, saved
 from workers.train_cases import build
 
+import bench
 from config import ParallelConfig
 from files.adapters import load_adapter
 from files.loading import load_pretrained
@@ -21,6 +22,9 @@ from lora import LoRA, LoRALinear, quantize_base
 from model import Llama, LlamaConfig
 from models.family import TARGETS
 from perf.instruments import Live, build_on_meta
+from plumbing.messages import UserError
+from plumbing.parser import parse
+from plumbing.processes import Process
 from techniques import nf4
 from techniques.nf4 import BLOCK, dequantized, quantized, refuses, rounded
 from text.tokenizer import load_tokenizer
@@ -133,6 +137,13 @@ def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
 def test_heads_that_no_two_ranks_can_share_in_whole_blocks_are_refused():
     config = LlamaConfig(128, 1, 6, 2, 256, head_dim=32)
     assert "a row of wo has 192:" in nf4.why_not_in_4_bits(config, tp=2)
+
+
+def test_a_comparison_refuses_what_training_refuses():
+    asked = parse(bench.Comparison, "--lora --base-bits 4 --model olmo2-7b --batch 8".split())
+    process = Process(0, 8, 0, 8, torch.device("cpu"))
+    with pytest.raises(UserError, match="4 needs blocks of 64 weights for each of 8 rank"):
+        bench.work_of(asked, "--tp 8", process)
 
 
 # ------------------------------------------------------------------------------------ the format
