@@ -137,7 +137,6 @@ def train(task: Task, runner: nn.Module) -> bool:
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal:  # where a task cannot go on (Task.problem), `batches` ends instead
                 break
-            recorder.start_step()
         if step:
             saver.save(step)  # unless it has been saved
         if task.problem:
@@ -172,9 +171,10 @@ def end_step(
         saver.save(step)  # before the evaluation, which may be long
     if not signal and is_due(step, run.eval_every, last):
         results, signal = task.evaluate_and_show(step)
-        recorder.write(metrics | results)
         if recorder.is_new_best(results):
             saver.save(step, best=True)  # if it was saved above, this only links OUT/best to it
+        recorder.write(metrics | results)  # last: a kill before it lets a resume evaluate again
+    recorder.start_step()
     return signal
 
 

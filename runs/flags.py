@@ -85,19 +85,18 @@ class Run:
                             may_change=True)
     resume: bool = flag(False, "continue from the newest checkpoint in OUT, if any", RUN,
                         may_change=True)
-    skip_steps: tuple[int, ...] = flag((), "steps to leave out, as one whose loss is not finite "
-                                       "(default: none)", RUN, positive_int, nargs="+",
-                                       metavar="STEP")
+    skip_steps: tuple[int, ...] = flag((), "steps to leave out, with what is saved and evaluated "
+                                       "after them, as one whose loss is not finite (default: "
+                                       "none)", RUN, positive_int, nargs="+", metavar="STEP")
     time_limit: int = flag(0, "save and end after so many hours and minutes (default: never)",
                            RUN, duration, may_change=True, metavar="H:MM")
     save_every: int = flag(500, "steps between checkpoints, 0 for one at the end", RUN,
                            nonnegative_int, may_change=True)
     async_save: bool = flag(False, "write checkpoints from a copy, while it trains", RUN,
                             may_change=True)
-    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int,
-                     may_change=True)
+    keep: int = flag(2, "newest checkpoints to keep, 0 for all", RUN, nonnegative_int)
     keep_best: bool = flag(False, "also save at the lowest validation loss so far, and keep that "
-                           "as OUT/best", RUN, may_change=True)
+                           "as OUT/best", RUN)
     eval_every: int = flag(500, "steps between evaluations, 0 for none", RUN, nonnegative_int,
                            may_change=True)
     eval_windows: int = flag(512, "sequences per evaluation", RUN, may_change=True)

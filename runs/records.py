@@ -342,8 +342,8 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
     for digest, flag in (("base_digest", "init"), ("teacher_digest", "teacher")):
         if before.get(digest, "") not in ("", now.get(digest)):
-            problem = f"{now[flag]} has other weights than the --{flag} that the run began with"
-            raise UserError(f"{problem}: give the first ones, or begin another run")
+            problem = f"{now.get(flag, 'this')} has other weights than the --{flag} that the run"
+            raise UserError(f"{problem} began with: give the first ones, or begin another run")
     may_differ = may_change | {"data_checksum", "reward_digest", "token_offset"}
     if now["keep_best"]:  # which compares losses of before and now
         may_differ -= {"val_data", "eval_windows"}
@@ -356,8 +356,8 @@ def warn_about_changed_flags(before: dict, now: dict, may_change: set[str]) -> N
     if "data_checksum" in changed:
         change = "no longer gives the sequences that the run began with: further steps see others"
         warnings.append(f"--data {' '.join(now['data'])} {change}")
-    elif changed & {"data", "seed", "seq_len"}:
-        warnings.append("sequences may have another order now: this epoch may read some again")
+    elif changed & {"data", "seed", "seq_len", "group"}:
+        warnings.append("sequences may have another order now: this epoch may skip or repeat some")
     if "reward_digest" in changed:
         warnings.append(f"--reward {now['reward']} has changed: answers get its new rewards")
     for warning in warnings:

@@ -35,7 +35,7 @@ from models.family import families
 from parallel import World
 from plumbing.messages import UserError
 from rewards import Rewarding, Rewards, advantages_of
-from runs.answers import Answers, prompts_of_evaluation, prompts_of_step
+from runs.answers import Answers, Prompts, prompts_of_evaluation, prompts_of_step
 from runs.records import warn_about_changed_flags
 from text.batch import Batch
 
@@ -410,6 +410,11 @@ def test_a_group_is_of_one_prompt(first):
     asked = prompts_of_step(SimpleNamespace(job=job, run=run), range(first, first + 32))
     groups = {*zip(*[iter(asked)] * 8)}
     assert groups == {(prompt,) * 8 for prompt in asked} and len(groups) == 4
+
+
+def test_a_checksum_covers_what_a_reward_is_given():
+    numbers = {Prompts([([1], {"truth": truth})]).checksum() for truth in "23"}
+    assert len(numbers) == 2
 
 
 def test_an_answer_that_does_not_end_is_none():

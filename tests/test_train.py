@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from runs import records, setup
 from runs.flags import Pretraining
 from text.order import window_of
 from text.tokenizer import load_tokenizer
-from train import learning_rate
+from train import end_step, learning_rate
 
 SIZES = "--dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --ffn-dim 48".split()
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
@@ -235,6 +236,18 @@ def test_an_evaluation_that_a_kill_has_cut_off_is_made(corpus, tmp_path, step, n
         assert ours.get("val_loss") == theirs.get("val_loss")
     bests = [(tmp_path / name / "best").readlink().name for name in ("killed", "whole")]
     assert bests[0] == bests[1]
+
+
+def test_the_best_checkpoint_is_linked_before_its_loss_is_recorded():
+    """A kill between the two would leave a step evaluated that OUT/best cannot become any more."""
+    calls = MagicMock()
+    calls.recorder.is_new_best.return_value = True
+    run = SimpleNamespace(save_every=0, eval_every=1)
+    task = SimpleNamespace(run=run, evaluate_and_show=lambda step: ({"val_loss": 1.0}, 0))
+    end_step(task, {"step": 1}, 0, calls.recorder, calls.saver, last=9)
+    names = [name for name, *_ in calls.mock_calls]
+    recorded = [i for i, name in enumerate(names) if name == "recorder.write"]
+    assert recorded[0] < names.index("saver.save") < recorded[1]
 
 
 def test_the_learning_rate_rises_stays_and_falls():

@@ -4,7 +4,7 @@ A step's batch is computed in microbatches, so that fewer activations exist at a
 up over microbatches. DDP averages them over the ranks in backward: in every backward, unless it is
 told otherwise. Once a step is enough.
 
-Read: the documentation of DistributedDataParallel.no_sync, then `gradient_sync` in parallel.py.
+Read: the documentation of DistributedDataParallel.no_sync.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ def hybrid_sharding(per_node: int) -> tuple[Callable, Callable, Callable]:
     """Return three functions: shard, gather and reduce. Each rank calls this once.
 
     per_node: number of ranks in a node. Ranks 0 .. per_node - 1 are the first node, and so on.
-    shard(weight [N, D]) -> [n, D]: the rows that this rank keeps; a node keeps each row once
+    shard(weight [N, D]) -> [n, D]: a copy of this rank's rows; a node keeps each row once
     gather(rows [n, D]) -> weight [N, D], from the ranks of the node
     reduce(gradient [N, D]) -> [n, D]: this rank's rows of the sum over the ranks of all nodes
     per_node divides N.

@@ -4,7 +4,7 @@ The loss of a step is the mean over all of its targets. But each rank knows only
 own, and ranks have different numbers of them. Turn what the ranks have into what one process would
 have.
 
-Read: `update` in train.py does it for all strategies.
+Read: the documentation of torch.distributed.all_reduce and of torch.nn.utils.clip_grad_norm_.
 """
 
 import torch

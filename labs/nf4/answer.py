@@ -34,7 +34,7 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
         first is in the high half: first * 16 + second.
     dequantize(codes, scales, dtype) -> the matrix [out, in] that they stand for
     multiply(x [n, in], codes, scales) -> x @ matrix.T [n, out], in the dtype of x. Backward gives x
-        its gradient. From forward to backward the matrix is not kept.
+        its gradient. From forward to backward neither it nor x is kept.
     """
     # >>>
     values = torch.tensor(NF4)

@@ -4,7 +4,7 @@ Of two answers to a prompt one is better. DPO rewards an answer for being likeli
 has it, and trains the model so that the better answer has the higher reward. An answer has many
 tokens, a row has several pairs and some padding, and ranks have different numbers of pairs.
 
-Read: the head of preferences.py, then `Preferences` there.
+Read: the head of preferences.py, then Rafailov et al. 2023 (arXiv:2305.18290), section 4.
 """
 
 import torch
@@ -26,7 +26,7 @@ def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: floa
         rejected one of the first pair, 2 and 3 those of the second; a prompt has the number of the
         answer that follows it, and padding the number after the last
     pairs [B]: how many pairs a row has. Rows may have none, and a rank may have none in all
-    Differences of rewards may be so large that their exp is infinite.
+    Differences of rewards may be so large that their exp is infinite. A rank sends two numbers.
     """
     # >>>
     losses = []

@@ -17,7 +17,7 @@ from torch import Tensor
 def ring_all_reduce(tensor: Tensor) -> Tensor:
     """Return the sum of all ranks' tensors, in the shape of `tensor`. Each rank calls this.
 
-    tensor: of any shape and number of elements S. It may be overwritten.
+    tensor: of any shape, strides, dtype and number of elements S. It may be overwritten.
     Each of n ranks sends at most 2 (n - 1) ceil(S / n) elements. When the function returns, nothing
     is still being sent or received.
     """
