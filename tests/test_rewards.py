@@ -273,7 +273,7 @@ def test_ranks_that_share_experts_sample_together(given_experts, tmp_path, famil
     succeed(*command(given, tmp_path / "one"))
     succeed(*command(given, tmp_path / "four", **mesh), nproc=4)
     same_run(tmp_path / "four", tmp_path / "one", step=4)
-    assert all(row["end"] for row in metrics(tmp_path / "one"))
+    assert any(row["end"] for row in metrics(tmp_path / "one"))
 
 
 def test_a_router_that_chooses_by_itself_is_refused(given_experts, tmp_path):
