@@ -318,8 +318,8 @@ def open_windows(
         paths = token_files(source, tokenizer, reading)
         train, val = [], []
         for path in paths:
-            split = val if re.search(FOR_VALIDATION, path.name) else train
-            split.append(open_token_file(path))
+            of_split = val if re.search(FOR_VALIDATION, path.name) else train
+            of_split.append(open_token_file(path))
         if train and not val and not val_data:
             last = train.pop()
             border = len(last) * 19 // 20

@@ -109,7 +109,7 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # or in 2.11
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 

@@ -113,8 +113,8 @@ def choose_parallel(
 def what_would_fit(work: Work, process: Process) -> str:
     """Return a sentence that names flags with which a step that ran out of memory is predicted to
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
-    activations, AdamW's moments in bfloat16, FSDP, context parallelism. A Work does
-    not know --betas: with one above 0.99 a run refuses such moments."""
+    activations, AdamW's moments in bfloat16, FSDP, context parallelism. A Work does not know
+    --betas: with one above 0.99 a run refuses such moments."""
     before = work.parallel
     room = usable_memory(process.device) - memory_of_others(process.device)
     needed = holds(work)["peak"]
