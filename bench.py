@@ -97,7 +97,16 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Comparison(Report):
+class Rounds(Report):
+    """In each round all contestants take their turn."""
+
+    repeats: int = flag(5, "rounds of all contestants")
+    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
+                                      dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Comparison(Rounds):
     """The same step, distributed and computed in different ways."""
 
     contestants: tuple[str, ...] = flag((),
@@ -112,14 +121,11 @@ class Comparison(Report):
     microbatch: int | None = flag(1, "sequences that a process computes at a time (default: 1; "
                                   "for limit: all)", type=positive_int)
     seq_len: int = flag(128, "tokens per sequence")
-    repeats: int = flag(5, "rounds of all contestants")
     lora: bool = flag(False, "train adapters, as finetune_lora.py does")
     rank: int = flag(8, "with --lora: rank of the adapters")
     dora: bool = flag(False, "with --lora: train the lengths of rows too")
     base_bits: int = flag(16, "with --lora: 4 keeps the frozen matrices of the blocks in 4 bits",
                           type=int, choices=[16, 4])
-    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
-                                      dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Limit(Comparison):
 
 
 @dataclass(frozen=True)
-class Generating(Report):
+class Generating(Rounds):
     """How fast a model writes, beside what the memory allows, and beside transformers."""
 
     contestants: tuple[str, ...] = flag((),
@@ -150,9 +156,6 @@ class Generating(Report):
     max_new_tokens: int = flag(32, "tokens that follow it")
     base_bits: int = flag(16, "4 keeps the matrices of the blocks in 4 bits", type=int,
                           choices=[16, 4])
-    repeats: int = flag(5, "rounds of all contestants")
-    parallel: ParallelConfig = within(ParallelConfig, ["dtype"], shown=dict(dtype="float32"),
-                                      dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,9 @@ def model_of(asked: Comparison | Plan) -> Llama:
     lora = LoRA(asked.rank, dora=asked.dora)
     if not asked.lora and (lora != LoRA() or asked.base_bits == 4):
         raise UserError("--rank, --dora and --base-bits are for adapters: give --lora, too")
-    lora = lora if asked.lora else None
-    return build_on_meta(find_preset(asked.model), lora, base_bits=asked.base_bits)
+    return build_on_meta(
+        find_preset(asked.model), lora if asked.lora else None, base_bits=asked.base_bits
+    )
 
 
 def work_of(asked: Comparison, contestant: str, process: Process) -> Work:

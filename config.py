@@ -59,8 +59,7 @@ def knob(default, kind: str, help: str, choices: Iterable[str] = (), **more):
     code builds have its `default`. A command line without the flag gives `unset`, an argument of
     `more`: None lets the run choose. So code has the `optimizer` "adamw", and a run from scratch
     chooses Muon."""
-    may_change = kind != ARITHMETIC
-    plain = flags.flag(default, help, choices=choices, may_change=may_change, **more)
+    plain = flags.flag(default, help, choices=choices, may_change=kind != ARITHMETIC, **more)
     return field(default=default, metadata={**plain.metadata, "kind": kind})
 
 

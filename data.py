@@ -155,8 +155,7 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
     sources = []
     for entry in data:
         source, weight = weights[entry]
-        places = round(ROUND_LENGTH * weight / total)
-        sources.append(([source], max(1, places)))
+        sources.append(([source], max(1, round(ROUND_LENGTH * weight / total))))
     return sources
 
 
@@ -336,8 +335,7 @@ def open_windows(
                     f"needs {seq_len + 1} consecutive tokens, it has {longest}; give more text, or "
                     f"a shorter --seq-len"
                 )
-        n_windows = len(Windows(train, seq_len, tokenizer))
-        sources.append((n_windows, places))
+        sources.append((len(Windows(train, seq_len, tokenizer)), places))
         train_files += train
         val_files += val
     train_set = Windows(train_files, seq_len, tokenizer, document_mask)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from model import Llama, LlamaConfig, generator_for
 from models.family import TARGETS, family_of
@@ -124,8 +124,8 @@ class LoRALinear(nn.Linear):
         self.product: Callable = product
 
     def forward(self, x: Tensor) -> Tensor:
-        norms = None
-        if self.lora_magnitude is not None:
+        norms = self.lora_magnitude  # adapters that are off use neither
+        if norms is not None and not self.is_off:
             norms = self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
         scale = 0.0 if self.is_off else self.lora.scale
@@ -144,19 +144,15 @@ class LoRALinear(nn.Linear):
         norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
             return norms
-        partial_sums, sums = [], []  # placements before and after the all-reduce
-        for placement in self.weight.placements:
-            has_parts = placement.is_shard(1)  # a rank has a part of each row
-            partial_sums.append(Partial() if has_parts else placement)
-            sums.append(Replicate() if has_parts else placement)
         squares = DTensor.from_local(
             norms.square(),
             self.weight.device_mesh,
-            partial_sums,
+            # Of columns a rank has a part of each sum.
+            [Partial() if p.is_shard(1) else p for p in self.weight.placements],
             shape=torch.Size([self.out_features]),
             stride=(1,),
         )
-        return squares.redistribute(placements=sums).sqrt()  # the all-reduce
+        return squares.sqrt()  # an all-reduce, where sums are partial
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter if it shards the
@@ -172,10 +168,9 @@ class LoRALinear(nn.Linear):
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
-        norms = placements[-1]  # as for magnitudes
         bias = getattr(self.bias, "placements", None)
-        dropout = scale = None
-        placements += [norms, dropout, bias, scale]
+        # Norms are where magnitudes are. Dropout and scale are numbers.
+        placements += [placements[-1], None, bias, None]
         self.product = product_of_shards(self.product, placements, mesh)
 
 
@@ -257,10 +252,10 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
         if attribute not in replaced:
             continue
         if not isinstance(layer, nn.Linear):
-            remedy = f"leave {attribute} out of --targets"
-            if base_bits == 4:
-                remedy = f"give --base-bits 16, and {remedy}"
-            raise UserError(f"{name} cannot have an adapter: it is no nn.Linear, so {remedy}")
+            raise UserError(
+                f"{name} cannot have an adapter, since it is no nn.Linear: leave {attribute} out "
+                f"of --targets, and leave out --base-bits 4"
+            )
         layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
         setattr(model.get_submodule(parent), attribute, layer)
 
@@ -372,6 +367,14 @@ def saved_by_block(block: nn.Module, tp: int, mask: float) -> float:
     return elements - unsaved_elements
 
 
+def sends(model: Llama, work) -> Iterator[tuple]:
+    """DoRA's squared lengths of rows of which each rank along tp has a part, for each forward."""
+    forwards = work.microbatches * (1 + work.parallel.repeats_attention)
+    for path, layer in model.named_modules():
+        if getattr(layer, "lora_magnitude", None) is not None and writes_to_stream(model, path):
+            yield "tp", "all-reduce", forwards, layer.out_features * work.parallel.grad_bytes
+
+
 # It has no flag in config.py: costs/page.py asks it for every model, and finetune_lora.py lists it.
 # add_adapters is what changes the model.
-TECHNIQUE = Technique("", holds=holds)
+TECHNIQUE = Technique("", holds=holds, sends=sends)

@@ -306,8 +306,7 @@ class Rewards(Task):
             self.job.tokenizer,
             sampled.choices,
         )
-        batch = batch_of(rows, range(len(rows)), self.world)
-        return self.with_log_p(batch)
+        return self.with_log_p(batch_of(rows, range(len(rows)), self.world))
 
     def with_log_p(self, batch: Batch) -> Batch:
         """Return a batch with what a loss compares log p of each target with, beside that of

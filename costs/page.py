@@ -1,11 +1,11 @@
 """What a rank holds and sends in a step: the formulas of README's table, on one page.
 
-For a plain Llama the bytes sent are exact, and the peak of memory is within a tenth. With several
-techniques at once it is further off (docs/measured.md). To count every byte, run `bench.py step`, a
-real step, or `bench.py plan --check`, an emulated one. Letters are those of parallel.py, and Q, KV:
-width of all queries, all keys; N: tokens of a microbatch on a rank; m: microbatches; w, g: bytes of
-a weight in products, and of a gradient. Sizes are of rank 0, which has the largest shards. A
-technique adds its part in its own file (`holds`, `sends`).
+The bytes sent are exact in all steps of tests/counted.jsonl. The peak of memory is within a tenth
+for a plain Llama, and further off with several techniques (docs/measured.md). To count every byte,
+run `bench.py step`, a real step, or `bench.py plan --check`, an emulated one. Letters are those of
+parallel.py, and Q, KV: width of all queries, all keys; N: tokens of a microbatch on a rank; m:
+microbatches; w, g: bytes of a weight in products, and of a gradient. Sizes are of rank 0, which has
+the largest shards. A technique adds its part in its own file (`holds`, `sends`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, uni
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.parallel_layers import blocks_that_norm_outputs
+from techniques.parallel_layers import blocks_that_norm_outputs, blocks_without_input_gradient
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -248,7 +248,7 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
         return max(candidates, key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
-    for technique in used_techniques(p):
+    for technique in (*used_techniques(p), lora.TECHNIQUE):
         entries += technique.sends(part, work)
     traffic = {}
     for dim, collective, calls, nbytes in entries:
@@ -318,6 +318,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     references = work.references
     has_embedding = int(pp_rank == 0)
     has_output = int(part.output is not None)
+    frozen = blocks_without_input_gradient(part)
 
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again + references), kv
@@ -331,10 +332,11 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
     for width in c.gathered_dims or (c.dim,):
         yield "tp", "all-gather", m * L * (1 + again + references), p.tp * feature * width
-        yield "tp", "reduce-scatter", m * L, p.tp * feature * width
+        scatters = L if c.gathered_dims else L - frozen  # of latents, an adapter may need it
+        yield "tp", "reduce-scatter", m * scatters, p.tp * feature * width
     x = feature * c.dim
     ends = has_embedding + has_output
-    gathers = 3 * L + L * again + ends + references * (L + has_output)
+    gathers = 3 * L + L * again + ends - frozen + references * (L + has_output)
     repeated = (L + blocks_that_norm_outputs(part)) * p.repeats_attention  # wo's, and these w2's
     scatters = 3 * L + repeated + ends + references * (2 * L + has_embedding)
     yield "tp", "all-gather", m * gathers, p.tp * x

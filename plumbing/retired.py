@@ -9,8 +9,6 @@ from plumbing.messages import UserError
 
 LAST_COMMIT = "86671ca"  # the last that has what went after 2026-11-27
 
-OF_DILOCO = "it was for --dp diloco, which is retired, too: leave it out, and use --dp hsdp"
-
 # A flag, a flag and its value, or a script and its command -> what a user has to know.
 RETIRED = {
     ("--dollars",): "multiply the GPU-hours that --tokens prints by what one costs",
@@ -30,13 +28,7 @@ RETIRED = {
     ("--details",): "evaluate.py writes questions and answers to the file of --json",
     ("--context",): "bench.py generate takes the tokens of a prompt as --seq-len",
     ("--per-node",): "give --gpus NODESxGPUS, as 4x4",
-    ("--every",): OF_DILOCO,
-    ("--outer-lr",): OF_DILOCO,
-    ("--outer-momentum",): OF_DILOCO,
-    ("bench.py", "drill"): "tests/workers/drill.py kills ranks, and tests run it",
-    ("bench.py", "gpu"): "use python docs/gpu.py --part A --out gpu.json",
     ("bench.py", "lora"): "use bench.py limit --lora",
-    ("bench.py", "loss"): "docs/measured.md has what it measured",
     ("bench.py", "step-lora"): "use bench.py step --lora",
 }
 

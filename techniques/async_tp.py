@@ -46,6 +46,7 @@ from techniques.parallel_layers import (
     ROWS,
     GatherTokens,
     blocks_that_norm_outputs,
+    blocks_without_input_gradient,
     local_operand,
     sharded_by_tokens,
 )
@@ -255,8 +256,9 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     gathers = both + 2 * parallel.recomputes * blocks
     # `scatters` are the reduce-scatters that costs/page.py counts, which are taken back. `sums` are
     # those that messages make instead. A recomputation repeats those of w2, and with full of wo.
-    scatters = both + parallel.repeats_attention * (blocks + with_w2)
-    sums = both + (parallel.checkpointing == "full") * blocks
+    sent_once = both - blocks_without_input_gradient(model)
+    scatters = sent_once + parallel.repeats_attention * (blocks + with_w2)
+    sums = sent_once + (parallel.checkpointing == "full") * blocks
     sums += parallel.recomputes * (with_w2 if parallel.compile else blocks)
     tokens = work.microbatch * math.ceil(work.length / n)
     message = tokens * model.config.dim * parallel.weight_bytes  # bytes of a chunk

@@ -317,8 +317,7 @@ def sends(model: Llama, work) -> Iterator[tuple]:
         dim = "world" if parallel.pp == 1 else "stage"
     in_replica = parallel.shards("optimizer") * parallel.tp  # ranks; rank 0's replica is the first
     replicas = parallel.group_size("stage") // in_replica
-    in_bfloat16 = work.on_gpu and parallel.dtype == torch.bfloat16
-    e = 2 if in_bfloat16 else parallel.grad_bytes
+    e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
     for batch in batches_of_matrices(model, parallel):
         first, *others = batch
         sent = replicas * first.copies * first.size - first.own

@@ -65,12 +65,17 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     parent, _, attribute = name.rpartition(".")
     if attribute in getattr(model.get_submodule(parent), "token_layers", ()):
         return None
-    return 1 if writes_to_stream(model, name) else 0
+    return int(writes_to_stream(model, name))
 
 
 def blocks_that_norm_outputs(model) -> int:
     """Return how many blocks need the outputs of their parts again, for the norms after them."""
     return sum(getattr(block, "norms_outputs", False) for block in model.layers.values())
+
+
+def blocks_without_input_gradient(model) -> int:
+    """Return 1 if backward ends in the first of these blocks, after a frozen embedding, else 0."""
+    return int("0" in model.layers and not model.tok_embeddings.weight.requires_grad)
 
 
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:

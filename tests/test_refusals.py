@@ -66,7 +66,7 @@ REFUSALS = """
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp diloco --every 5 | --dp diloco is retired: use --dp hsdp; labs/rarely ... 86671ca
-1 | train --dp hsdp --every=5 | --every is retired ... leave it out
+1 | bench.py generate --context=8 | --context is retired ... --seq-len
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
