@@ -284,8 +284,10 @@ def sandbox(tmp_path_factory) -> Path:
 def in_small(command: Command, directory: Path) -> list[str]:
     """Return the arguments of a command that takes seconds in place of minutes."""
     arguments = [a.replace("~", str(directory), 1) for a in command.arguments]
-    if command.script == "train.py" and "--model" in arguments and "small" not in arguments:
+    model = ""
+    if "--model" in arguments:
         model = arguments[arguments.index("--model") + 1]
+    if command.script == "train.py" and model not in ("", "small") and ".py" not in model:
         arguments += ["--model", "tiny"]
         if "--out" not in arguments:  # which by default has the name of the model
             arguments += ["--out", f"out/{model}"]
@@ -305,32 +307,45 @@ def make_room(command: Command, directory: Path) -> None:
         shutil.rmtree(directory / out, ignore_errors=True)
 
 
+def run_in(directory: Path, command: Command) -> str:
+    """Run a command in small, and return what it prints on stderr if it fails."""
+    make_room(command, directory)
+    arguments = in_small(command, directory)
+    most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
+    worker = "tests/workers/in_directory.py"
+    nproc = min(command.nproc, most)
+    result = launch(worker, directory, command.script, *arguments, nproc=nproc, timeout=300)
+    print(command.page, command.text, result.codes, flush=True)
+    return "" if set(result.codes) == {0} else result.err[-2000:]
+
+
+@pytest.fixture(scope="module")
+def trained(sandbox) -> Path:
+    """The same directory with out/tiny and out/two, with which other pages go on."""
+    for line in ("python train.py", "torchrun --nproc-per-node 2 train.py --out out/two"):
+        [command] = parse(README, line)
+        assert not run_in(sandbox, command)
+    return sandbox
+
+
 @pytest.mark.slow
-def test_every_command_runs(sandbox):
-    """In the order of the pages, each once, but for those of several nodes; races are in
+@pytest.mark.parametrize("page", sorted({command.page for command in COMMANDS}))
+def test_every_command_runs(page, trained):
+    """In the order of the page, each once, but for those of several nodes; races are in
     test_race.py."""
+    for out in (trained / "out").glob("*"):
+        if out.name not in ("tiny", "two"):
+            shutil.rmtree(out)
     failures = []
     ran = []
-    page = ""
     for command in COMMANDS:
         elsewhere = command.launcher or "mps" in command.arguments  # test_devices.py refuses mps
-        if command.script not in SCRIPTS or elsewhere or command[2:] in ran:
+        if command.page != page or command.script not in SCRIPTS or elsewhere:
             continue
-        if page not in (README.name, command.page):  # what a page has trained ends with it
-            for out in (sandbox / "out").glob("*"):
-                if out.name not in ("tiny", "two"):  # of which other pages make reports
-                    shutil.rmtree(out)
-        page = command.page
-        ran.append(command[2:])
-        make_room(command, sandbox)
-        worker = "tests/workers/in_directory.py"
-        arguments = in_small(command, sandbox)
-        most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
-        nproc = min(command.nproc, most)
-        result = launch(worker, sandbox, command.script, *arguments, nproc=nproc, timeout=300)
-        print(command.page, command.text, result.codes, flush=True)
-        if set(result.codes) != {0}:
-            failures.append((command.page, command.text, result.err[-2000:]))
+        if command[2:] not in ran:
+            ran.append(command[2:])
+            if error := run_in(trained, command):
+                failures.append((command.text, error))
     assert not failures, "\n".join(map(str, failures))
 
 
