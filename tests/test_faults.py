@@ -88,8 +88,8 @@ FAULTS = {
     ],
     "lora": [
         ("contiguous(), alpha=scale", "contiguous(), alpha=1.0"),
-        ("Partial() if has_parts else placement", "placement"),
-        ("if magnitude is not None and scale", "if magnitude is not None"),
+        ("Partial() if p.is_shard(1) else p", "p"),
+        ("0.0 if self.is_off else self.lora.scale", "self.lora.scale"),
     ],
     "preferences": [
         ("batch)[..., 0] > 0", "batch)[..., 0] >= 0"),  # padding counted as a pair
