@@ -139,6 +139,7 @@ def test_heads_that_no_two_ranks_can_share_in_whole_blocks_are_refused():
     assert "a row of wo has 192:" in nf4.why_not_in_4_bits(config, tp=2)
 
 
+@needs_2_13
 def test_a_comparison_refuses_what_training_refuses():
     asked = parse(bench.Comparison, "--lora --base-bits 4 --model olmo2-7b --batch 8".split())
     process = Process(0, 8, 0, 8, torch.device("cpu"))
