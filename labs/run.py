@@ -143,7 +143,7 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     yield f"\npassed. The project's own is `{function}` in {file}."
     yield f"why it is so: python labs/run.py why {args.lab}"
     if args.lab == "ddp":
-        yield "in training:  torchrun --nproc-per-node 2 labs/train.py"
+        yield "in training:  torchrun --nproc-per-node 2 labs/train.py --out out/own-ddp"
 
 
 def watch_lab(args: argparse.Namespace) -> Iterator[str]:

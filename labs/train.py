@@ -1,6 +1,6 @@
 """Train with your own DDP, of labs/work/ddp.py, in the place of the project's.
 
-    torchrun --nproc-per-node 2 labs/train.py --dp ddp --model tiny --batch 12 --microbatch 6
+    torchrun --nproc-per-node 2 labs/train.py --out out/own-ddp --dp ddp --batch 12 --microbatch 6
 
 The flags are those of train.py, which has the same losses. Your function sends gradients in every
 backward, so a step is to have one: half of the batch is the microbatch of each of two ranks.
