@@ -236,6 +236,7 @@ SMALL = {  # what is appended to the commands
     "rewards.py": FEW.replace("64", "128") + " --max-new-tokens 4",
     "distill.py": FEW,
     "generate.py": "--max-new-tokens 3",
+    "bench.py generate": "--model tiny --max-new-tokens 3 --repeats 1",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
