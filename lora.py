@@ -149,10 +149,12 @@ class LoRALinear(nn.Linear):
             self.weight.device_mesh,
             # Of columns a rank has a part of each sum.
             [Partial() if p.is_shard(1) else p for p in self.weight.placements],
-            shape=torch.Size([self.out_features]),
+            shape=self.lora_magnitude.shape,
             stride=(1,),
         )
-        return squares.sqrt()  # an all-reduce, where sums are partial
+        # An all-reduce, where sums are partial. The base alone may lie whole on ranks along shard.
+        placements = self.lora_magnitude.placements[-squares.device_mesh.ndim :]
+        return squares.redistribute(placements=placements).sqrt()
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter if it shards the
@@ -343,7 +345,8 @@ def holds(model: Llama, work) -> dict[str, float]:
 @lru_cache(4096)
 def saved_by_block(block: nn.Module, tp: int, mask: float) -> float:
     elements = 0.0
-    inputs = {}  # (module, row_parallel) -> (is_needed, width)
+    widths = {}  # (module, row_parallel) -> of the input
+    needed = set()  # of these
     for path, layer in block.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -361,10 +364,10 @@ def saved_by_block(block: nn.Module, tp: int, mask: float) -> float:
                 elements += (1 + mask) * x_width
         if not path.endswith("wo"):
             key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
-            was_needed, _ = inputs.get(key, (False, 0))
-            inputs[key] = (is_needed or was_needed, x_width)
-    unsaved_elements = sum(width for is_needed, width in inputs.values() if not is_needed)
-    return elements - unsaved_elements
+            widths[key] = x_width
+            if is_needed:
+                needed.add(key)
+    return elements - sum(width for key, width in widths.items() if key not in needed)
 
 
 def sends(model: Llama, work) -> Iterator[tuple]:

@@ -264,7 +264,7 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     m, w = work.microbatches, parallel.weight_bytes
     if parallel.float8 == "mxfp8" or parallel.async_tp:
         return
-    forwards = m * (2 if parallel.repeats_attention else 1)  # else the numbers are saved
+    forwards = m * (1 + parallel.repeats_attention)  # else the numbers are saved
     for name, layer in layers_in_8_bits(model, parallel).items():
         has_part_of_inputs = writes_to_stream(model, name)
         if parallel.float8 == "tensorwise":

@@ -311,10 +311,9 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     owners in its replica. After that it sends each rank its part of the first matrix."""
     parallel = work.parallel
     split_dims = [dim for dim in ("replicate", "shard", "tp") if parallel.group_size(dim) > 1]
+    dim = "world" if parallel.pp == 1 else "stage"
     if len(split_dims) == 1:
         (dim,) = split_dims
-    else:
-        dim = "world" if parallel.pp == 1 else "stage"
     in_replica = parallel.shards("optimizer") * parallel.tp  # ranks; rank 0's replica is the first
     replicas = parallel.group_size("stage") // in_replica
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes

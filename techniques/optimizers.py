@@ -78,14 +78,13 @@ def make_optimizer(
     no_slope = without_slope(model)
     for name, parameter in named:
         parameter.has_slope = name not in no_slope
-    options = dict(lr=lr, betas=betas)
     if world.parallel.optimizer == "muon":
         in_blocks = {name for name in names_of_matrices if name.startswith("layers.")}
-        optimizer = Muon(groups, **options, world=world, names=in_blocks)
+        optimizer = Muon(groups, lr, betas, world, in_blocks)
     elif world.parallel.moments == "bfloat16":
-        optimizer = BFloat16AdamW(groups, **options)
+        optimizer = BFloat16AdamW(groups, lr, betas)
     else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr, betas, fused=True)
     if world.parallel.dp == "zero1":
         optimizer.register_step_post_hook(partial(all_gather_updates, model))
     return optimizer
@@ -119,15 +118,9 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
             if parameter.grad is None:
                 raise UserError(f"{name} got no gradient: use it in every microbatch, or remove it")
             parameters.append(parameter)
-    slopes = [parameter for parameter in parameters if has_slope(parameter)]
+    slopes = [parameter for parameter in parameters if getattr(parameter, "has_slope", True)]
     squared_norm = local_squared_norm(slopes, ranks)
     return [to_local(parameter.grad) for parameter in parameters], squared_norm
-
-
-def has_slope(parameter: Tensor) -> bool:
-    """Return whether a parameter's gradient is the slope of the loss, as make_optimizer has noted
-    it."""
-    return getattr(parameter, "has_slope", True)
 
 
 def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
@@ -162,7 +155,7 @@ def scale_gradients(
     that are no slopes of the loss by `scale` alone."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not has_slope(parameter):
+            if not getattr(parameter, "has_slope", True):
                 to_local(parameter.grad).div_(clipping)  # by which it is multiplied below
     scale = (scale * clipping).to(gradients[0])
     if isinstance(optimizer, BFloat16AdamW):

@@ -76,9 +76,9 @@ def refuses(work) -> str:
     parallel = work.parallel
     if parallel.dp != "zero1":
         return ""
-    for flag, ranks in (("--tp", parallel.tp), ("--pp", parallel.pp)):
-        if ranks > 1:
-            return f"--dp zero1 does not combine with {flag}: use --dp fsdp"
+    for name in ("tp", "pp"):
+        if getattr(parallel, name) > 1:
+            return f"--dp zero1 does not combine with --{name}: use --dp fsdp"
     return ""
 
 
