@@ -20,7 +20,7 @@ from costs.shapes import Unit, numbers_summed, shapes_on_rank, size_on_rank, uni
 from model import Llama
 from parallel import ddp_bucket_mb, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.parallel_layers import blocks_that_norm_outputs, blocks_without_input_gradient
+from techniques.parallel_layers import blocks_that_norm_outputs, ends_before
 from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
@@ -286,22 +286,22 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
             gathers = gathers_of_root if unit is root else gathers_of_block
             yield f"{unit.kind}shard", "all-gather", unit.copies * gathers, unit.gathered
             yield f"{unit.kind}shard", "reduce-scatter", unit.copies * sums, unit.trained * g
-            if p.replicate > 1:
-                own = unit.trained * g // p.group_size(f"{unit.kind}shard")
-                yield f"{unit.kind}replicate", "all-reduce", unit.copies, own
-    elif p.strategy.sharded:  # ZeRO-1 sends each parameter, padded to divide
-        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, p.replicate))
-        calls = len(trained)
-        yield "replicate", "reduce-scatter", calls, nbytes / calls
-        yield "replicate", "all-gather", calls, nbytes / calls
-    else:  # DDP sends buckets
-        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, 1))
-        bucket = ddp_bucket_mb(work.on_gpu) << 20
-        calls = max(1, math.ceil(nbytes / bucket))
-        yield "replicate", "all-reduce", calls, nbytes / calls
+            own = unit.trained * g // p.group_size(f"{unit.kind}shard")
+            yield f"{unit.kind}replicate", "all-reduce", unit.copies, own
+    else:
+        all_units = units(part, p, p.shards("gradients"))
+        nbytes = g * sum(unit.copies * unit.trained for unit in all_units)
+        if p.strategy.sharded:  # ZeRO-1 sends each parameter, padded to divide
+            calls = len(trained)
+            yield "replicate", "reduce-scatter", calls, nbytes / calls
+            yield "replicate", "all-gather", calls, nbytes / calls
+        else:  # DDP sends buckets
+            bucket = ddp_bucket_mb(work.on_gpu) << 20
+            calls = max(1, math.ceil(nbytes / bucket))
+            yield "replicate", "all-reduce", calls, nbytes / calls
     # Gradients of parameters that tp replicates: summed over microbatches, or in the compute dtype,
     # for which FSDP of torch 2.15 takes that of sums: up to twice as many bytes as here.
-    width = g if m > 1 and p.reshard != "all" else p.weight_bytes
+    width = g if m > sums else p.weight_bytes
     for local in trained:
         if local.is_whole:
             yield "tp", "all-reduce", sums, local.parameter.numel() * width
@@ -314,48 +314,51 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     m = work.microbatches
     w = p.weight_bytes
     L = len(part.layers)
-    again = int(p.recomputes)
+    again = p.recomputes
     references = work.references
-    has_embedding = int(pp_rank == 0)
-    has_output = int(part.output is not None)
-    frozen = blocks_without_input_gradient(part)
+    has_embedding = pp_rank == 0
+    has_output = part.output is not None
+    ends = has_embedding + has_output
 
+    # Adapters may leave the first block without gradients of what stands before them.
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again + references), kv
-    yield "cp", "reduce-scatter", m * L, kv
+    of_keys = L - ends_before(part, "attention.wk", "attention.wv")
+    yield "cp", "reduce-scatter", m * of_keys, kv
 
     # Sums of squares of a token's features, which only full checkpointing computes again.
     passes = 2 + p.repeats_attention + references
     squares = work.microbatch * work.length * max(4, w)
-    yield "tp", "all-reduce", m * numbers_summed(part) * passes, squares
+    numbers = numbers_summed(part)
+    missing = ends_before(part, "attention.wq") + ends_before(part, "attention.wk")
+    yield "tp", "all-reduce", m * (numbers * passes - min(numbers, missing)), squares
 
-    feature = work.microbatch * math.ceil(work.length / p.tp) * w  # of one rank along tp
-    for width in c.gathered_dims or (c.dim,):
-        yield "tp", "all-gather", m * L * (1 + again + references), p.tp * feature * width
-        scatters = L if c.gathered_dims else L - frozen  # of latents, an adapter may need it
-        yield "tp", "reduce-scatter", m * scatters, p.tp * feature * width
+    feature = work.microbatch * math.ceil(work.length / p.tp) * p.tp * w  # of padded sequences
+    sources = "attention.wq_a", "attention.wkv_a", "attention.wkv_a"  # x has none of them
+    for width, source in zip(c.gathered_dims or (c.dim,), sources):
+        yield "tp", "all-gather", m * L * (1 + again + references), feature * width
+        yield "tp", "reduce-scatter", m * (L - ends_before(part, source)), feature * width
     x = feature * c.dim
-    ends = has_embedding + has_output
-    gathers = 3 * L + L * again + ends - frozen + references * (L + has_output)
+    missing = ends_before(part, "attention")  # wo's gradient, and that of the next input
+    gathers = 3 * L + L * again + ends - missing + references * (L + has_output)
+    gathers -= ends_before(part)  # the embedding's
     repeated = (L + blocks_that_norm_outputs(part)) * p.repeats_attention  # wo's, and these w2's
-    scatters = 3 * L + repeated + ends + references * (2 * L + has_embedding)
-    yield "tp", "all-gather", m * gathers, p.tp * x
-    yield "tp", "reduce-scatter", m * scatters, p.tp * x
+    scatters = 3 * L + repeated + ends - missing + references * (2 * L + has_embedding)
+    yield "tp", "all-gather", m * gathers, x
+    yield "tp", "reduce-scatter", m * scatters, x
     if has_output:  # the loss gathers each token's logsumexp and target logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu, False))
         payload = work.tokens * 2 * p.tp * p.grad_bytes / chunks
         # With a reference also for that, and in backward, which computes logits again.
         yield "tp", "all-gather", m * chunks * (1 + 2 * references), payload
 
-    is_first = pp_rank == 0
-    is_last = pp_rank == p.pp - 1
-    neighbours = 2 * p.stages_per_rank - is_first - is_last  # of all its stages
-    neighbours += references * (p.stages_per_rank - is_last)
-    yield "pp", "send", m * neighbours, x
+    neighbours = 2 * p.stages_per_rank - ends  # of all its stages
+    neighbours += references * (p.stages_per_rank - has_output)
+    yield "pp", "send", m * neighbours, x // p.tp
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         embedding = size_on_rank(part.tok_embeddings, "tok_embeddings", c, p.tp, w, p.shard)
         own = embedding.trained // p.shard
-        yield "pp", "send", int(own > 0), own * p.grad_bytes
+        yield "pp", "send", 1, own * p.grad_bytes
 
 
 def is_of_muon(dim: str, collective: str) -> bool:

@@ -46,7 +46,7 @@ from techniques.parallel_layers import (
     ROWS,
     GatherTokens,
     blocks_that_norm_outputs,
-    blocks_without_input_gradient,
+    ends_before,
     local_operand,
     sharded_by_tokens,
 )
@@ -251,12 +251,13 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     m = work.microbatches
     blocks = len(model.layers)
     with_w2 = blocks_that_norm_outputs(model)
-    # Two of each in a block's forward, and in backward; two in a reference's forward.
-    both = (4 + 2 * work.references) * blocks
+    # Two of each in a block's forward, and in backward; two in a reference's forward. Where backward
+    # ends before the attention of the first block, it gathers no gradient of attention's output.
+    both = (4 + 2 * work.references) * blocks - ends_before(model, "attention")
     gathers = both + 2 * parallel.recomputes * blocks
     # `scatters` are the reduce-scatters that costs/page.py counts, which are taken back. `sums` are
     # those that messages make instead. A recomputation repeats those of w2, and with full of wo.
-    sent_once = both - blocks_without_input_gradient(model)
+    sent_once = both - ends_before(model)
     scatters = sent_once + parallel.repeats_attention * (blocks + with_w2)
     sums = sent_once + (parallel.checkpointing == "full") * blocks
     sums += parallel.recomputes * (with_w2 if parallel.compile else blocks)

@@ -73,9 +73,14 @@ def blocks_that_norm_outputs(model) -> int:
     return sum(getattr(block, "norms_outputs", False) for block in model.layers.values())
 
 
-def blocks_without_input_gradient(model) -> int:
-    """Return 1 if backward ends in the first of these blocks, after a frozen embedding, else 0."""
-    return int("0" in model.layers and not model.tok_embeddings.weight.requires_grad)
+def ends_before(model, *names: str) -> bool:
+    """Return whether backward ends in the first of these blocks, after a frozen embedding, and
+    before it gets to parameters whose names begin with `names`, as none of these is trained."""
+    is_frozen = "0" in model.layers and not model.tok_embeddings.weight.requires_grad
+    return is_frozen and not any(
+        parameter.requires_grad and name.startswith(names)
+        for name, parameter in model.layers["0"].named_parameters()
+    )
 
 
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
@@ -101,11 +106,9 @@ def product_of_shards(product: Callable, placements: list, mesh: DeviceMesh) -> 
 def local_operand(operand):
     """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
     LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
-    if not isinstance(operand, DTensor):
-        return operand
-    if operand.placements[0].is_replicate():
+    if isinstance(operand, DTensor) and operand.placements[0].is_replicate():
         return operand.to_local(grad_placements=[Partial()])
-    return operand.to_local()
+    return to_local(operand)
 
 
 class ColumnParallel(ColwiseParallel):
