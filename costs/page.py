@@ -120,7 +120,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         state["kept"] += held_of_teacher(work, pp_rank)
     sums = _gradient_sums(all_units, work, state["gradients"])
     if p.strategy.uses_fsdp:
-        gathered = gathered_of(root, of_blocks, L, p)
+        gathered = gathered_of(root, of_blocks, p)
     else:
         gathered = _autocast_copies(root, of_blocks, work)
 
@@ -186,15 +186,15 @@ def _gradient_sums(all_units: list[Unit], work: Work, sharded: float) -> float:
     return sum(unit.copies * unit.trained for unit in all_units) * p.grad_bytes
 
 
-def gathered_of(root: Unit, of_blocks: list[Unit], L: int, p: ParallelConfig) -> float:
+def gathered_of(root: Unit, of_blocks: list[Unit], p: ParallelConfig) -> float:
     """Return the bytes of the weights that FSDP has gathered: the root's, and those of two of the
-    largest of L blocks."""
+    largest blocks; of a single one what arrives, and the copy that computes."""
     if p.reshard == "none" or p.shard == 1:
         return root.gathered + sum(unit.copies * unit.gathered for unit in of_blocks)
     largest = Counter()  # by kind: a block's, and its experts'
     for unit in of_blocks:
         largest[unit.kind] = max(largest[unit.kind], unit.gathered)
-    return root.gathered + min(2, L) * largest.total()
+    return root.gathered + 2 * largest.total()
 
 
 def _autocast_copies(root: Unit, of_blocks: list[Unit], work: Work) -> float:

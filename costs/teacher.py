@@ -14,7 +14,7 @@ def held_of_teacher(work: Work, pp_rank: int) -> float:
     root, *of_blocks = units(part, p, p.shards("parameters"))
     held = state_of(part, p)["parameters"]
     if p.strategy.uses_fsdp:
-        held += gathered_of(root, of_blocks, len(part.layers), p)
+        held += gathered_of(root, of_blocks, p)
     if part.output is not None:
         width = work.teacher.config.dim
         held += work.sequences * work.length * width * p.weight_bytes
