@@ -251,7 +251,7 @@ def sends(model: Llama, work) -> Iterator[tuple]:
     m = work.microbatches
     blocks = len(model.layers)
     with_w2 = blocks_that_norm_outputs(model)
-    # Two of each in a block's forward, and in backward; two in a reference's forward. Where backward
+    # Two of each in a block's forward, and in backward; two in a reference's forward. If backward
     # ends before the attention of the first block, it gathers no gradient of attention's output.
     both = (4 + 2 * work.references) * blocks - ends_before(model, "attention")
     gathers = both + 2 * parallel.recomputes * blocks
