@@ -424,10 +424,12 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
             world, model, runner, optimizer, itertools.repeat(batch), work.microbatch
         )
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets. For both a microbatch
-        # is enough. A pipeline needs all of them: its schedule may be a file for just so many.
-        first = batch if parallel.pp > 1 else batch.microbatches(work.microbatch)[0]
+        # is enough; it has no name, so that it is gone when the last step is counted. A pipeline
+        # needs all of them: its schedule may be a file for just so many.
         for _ in range(2 if needs_real_tensors(parallel) else 1):
-            training.accumulate(first)
+            training.accumulate(
+                batch if parallel.pp > 1 else batch.microbatches(work.microbatch)[0]
+            )
             optimizer.step()
             zero_gradients(optimizer, world)
         counted, memory = training.count()
