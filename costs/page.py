@@ -320,7 +320,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     has_output = part.output is not None
     ends = has_embedding + has_output
 
-    # Adapters may leave the first block without gradients of what stands before them.
+    # With adapters alone, backward ends in the first block, and need not send all of its gradients.
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again + references), kv
     of_keys = L - ends_before(part, "attention.wk", "attention.wv")
@@ -330,20 +330,20 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     passes = 2 + p.repeats_attention + references
     squares = work.microbatch * work.length * max(4, w)
     numbers = numbers_summed(part)
-    missing = ends_before(part, "attention.wq") + ends_before(part, "attention.wk")
-    yield "tp", "all-reduce", m * (numbers * passes - min(numbers, missing)), squares
+    not_in_backward = ends_before(part, "attention.wq") + ends_before(part, "attention.wk")
+    yield "tp", "all-reduce", m * (numbers * passes - min(numbers, not_in_backward)), squares
 
     feature = work.microbatch * math.ceil(work.length / p.tp) * p.tp * w  # of padded sequences
-    sources = "attention.wq_a", "attention.wkv_a", "attention.wkv_a"  # x has none of them
+    sources = "attention.wq_a", "attention.wkv_a", "attention.wkv_a"  # of latents
     for width, source in zip(c.gathered_dims or (c.dim,), sources):
         yield "tp", "all-gather", m * L * (1 + again + references), feature * width
         yield "tp", "reduce-scatter", m * (L - ends_before(part, source)), feature * width
     x = feature * c.dim
-    missing = ends_before(part, "attention")  # wo's gradient, and that of the next input
-    gathers = 3 * L + L * again + ends - missing + references * (L + has_output)
+    unused = ends_before(part, "attention")  # wo's gradient, and that of the feed-forward's input
+    gathers = 3 * L + L * again + ends - unused + references * (L + has_output)
     gathers -= ends_before(part)  # the embedding's
     repeated = (L + blocks_that_norm_outputs(part)) * p.repeats_attention  # wo's, and these w2's
-    scatters = 3 * L + repeated + ends - missing + references * (2 * L + has_embedding)
+    scatters = 3 * L + repeated + ends - unused + references * (2 * L + has_embedding)
     yield "tp", "all-gather", m * gathers, x
     yield "tp", "reduce-scatter", m * scatters, x
     if has_output:  # the loss gathers each token's logsumexp and target logit

@@ -146,9 +146,10 @@ def refuses(work) -> str:
     parallel = work.parallel
     n = work.model.config.n_experts
     ep, tp, dp = parallel.ep, parallel.tp, parallel.dp
+    if not n and ep > 1:
+        return "--ep is for models with experts: give --model tiny-experts, or leave it out"
     if not n:
-        message = "--ep is for models with experts: give --model tiny-experts, or leave it out"
-        return message if ep > 1 else ""
+        return ""
     if ep % tp:
         return f"--tp {tp} with experts needs --ep {tp}, or a multiple of it"
     if ep > 1 and dp in STRATEGIES and not STRATEGIES[dp].automatic:

@@ -31,8 +31,7 @@ class OwnTokens(ParallelStyle):
         product = getattr(layer, "product", F.linear)  # an adapter's computes more
 
         def on_local_tokens(x, *operands):
-            parts = [local_operand(operand) for operand in operands]
-            y = product(to_local(x), *parts)
+            y = product(to_local(x), *map(local_operand, operands))
             if not isinstance(x, DTensor):
                 return y
             return sharded_by_tokens(y, mesh, x.shape[1])

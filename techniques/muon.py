@@ -215,8 +215,7 @@ class Peers:
         sizes = [tensor.numel() for tensor in like]
         received = flat.new_empty(sum(sizes))
         dist.all_to_all_single(received, flat, sizes, sent_sizes, group=self.group)
-        parts = received.split(sizes)
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like)]
+        return [part.view(tensor.shape) for part, tensor in zip(received.split(sizes), like)]
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

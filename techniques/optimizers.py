@@ -118,9 +118,15 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
             if parameter.grad is None:
                 raise UserError(f"{name} got no gradient: use it in every microbatch, or remove it")
             parameters.append(parameter)
-    slopes = [parameter for parameter in parameters if getattr(parameter, "has_slope", True)]
+    slopes = [parameter for parameter in parameters if has_slope(parameter)]
     squared_norm = local_squared_norm(slopes, ranks)
     return [to_local(parameter.grad) for parameter in parameters], squared_norm
+
+
+def has_slope(parameter: Tensor) -> bool:
+    """Return whether a parameter's gradient is the slope of the loss, as make_optimizer has noted
+    it."""
+    return getattr(parameter, "has_slope", True)
 
 
 def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
@@ -155,7 +161,7 @@ def scale_gradients(
     that are no slopes of the loss by `scale` alone."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not getattr(parameter, "has_slope", True):
+            if not has_slope(parameter):
                 to_local(parameter.grad).div_(clipping)  # by which it is multiplied below
     scale = (scale * clipping).to(gradients[0])
     if isinstance(optimizer, BFloat16AdamW):

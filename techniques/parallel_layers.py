@@ -74,8 +74,9 @@ def blocks_that_norm_outputs(model) -> int:
 
 
 def ends_before(model, *names: str) -> bool:
-    """Return whether backward ends in the first of these blocks, after a frozen embedding, and
-    before it gets to parameters whose names begin with `names`, as none of these is trained."""
+    """Return whether backward ends in the first of these blocks, since the embedding is frozen, and
+    needs no gradient of what the layers `names` return, since none of them is trained, as when all
+    adapters stand after them. Without names: none of the block's input."""
     is_frozen = "0" in model.layers and not model.tok_embeddings.weight.requires_grad
     return is_frozen and not any(
         parameter.requires_grad and name.startswith(names)
