@@ -401,7 +401,7 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     kinds["step"].append(flags_of_step(words))
     kinds["equal"] = [flags_of_pretraining(words)]
     for name in COMMANDS:
-        subparser = subparsers.add_parser(name, allow_abbrev=False)
+        subparser = subparsers.add_parser(name)
         for kind in kinds[name]:
             add_flags(subparser, kind)
     typed = vars(parser.parse_args(words))

@@ -128,13 +128,14 @@ class Saver(contextlib.AbstractContextManager):
         tokenizer: Tokenizer,
         flags: dict,  # what the run was asked, which is saved, too
         facts: dict,  # what it has found out and decided
+        newest: Path | None = None,  # the checkpoint that it continues
     ):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.facts = flags, facts
         self.lora = adapter_settings(model)
         self.thread = saving_thread() if flags.get("async_save") else None
         self.pending: Future | None = None  # the save in the background
-        self.newest: Path | None = None  # what `save` has returned last
+        self.newest = newest  # from the first save on, what `save` has returned last
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow. plumbing/joining.py registers the backend.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
@@ -147,9 +148,8 @@ class Saver(contextlib.AbstractContextManager):
         check_disk(out, self.size, self.group)
         if flags.get("keep_best"):
             check_links(out, self.group)
-        if earlier := directories.checkpoints(out):
-            self.newest = earlier[-1]  # which the run continues
-            note_checkpoint(self.newest.name)
+        if newest:
+            note_checkpoint(newest.name)
 
     def __exit__(self, *_) -> None:
         self.wait()

@@ -154,9 +154,6 @@ class Distillation(Task):
         self.sums.clear()
         return {"agreement": agrees / targets}
 
-    def all_summed(self, *names: str) -> list[float]:
-        return self.world.all_gather_scalars([self.sums[name] for name in names]).sum(0).tolist()
-
 
 @dataclass
 class OnPolicy(Distillation):

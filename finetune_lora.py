@@ -114,8 +114,9 @@ class Finetuning(Run):
         of_adapters = "rank alpha dropout rslora targets dora base_bits merge".split()
         given = self.typed.intersection(of_adapters)
         if self.all_weights and (given or self.parallel.reshard == "adapters"):
-            names = f"--{', --'.join(of_adapters)} and --reshard adapters".replace("_", "-")
-            raise UserError(f"{names} are for adapters: leave them out, or --all-weights")
+            names = " ".join(f"--{name}" for name in sorted(given)) or "--reshard adapters"
+            names = names.replace("_", "-")
+            raise UserError(f"these are for adapters: {names}; leave out them or --all-weights")
         if self.dropout >= 1:
             raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
         if self.dora and self.dropout:
@@ -265,7 +266,8 @@ def check_merged(run: Finetuning, last_step: int) -> None:
     last = run.directory / f"step-{last_step:08d}"
     adapter = run.directory / "best" if run.merge == "best" else last
     is_finished = run.resume and last.exists()
-    if not is_finished or read_config(merged)["flags"].get("adapter") != adapter.resolve().name:
+    merged_before = read_config(merged).get("flags", {}).get("adapter")  # none in others' files
+    if not is_finished or merged_before != adapter.resolve().name:
         raise UserError(f"{merged} exists: remove it, or leave out --merge")
 
 

@@ -40,7 +40,7 @@ from plumbing.parser import nonnegative_int, parse
 from plumbing.processes import run
 from techniques.decoding import check_length, generate, stream
 from techniques.kv_cache import KVCache
-from text.targets import encode_prompt
+from text.targets import encode_prompt, n_shared
 from text.templates import Conversation
 from text.tokenizer import Tokenizer
 
@@ -118,13 +118,9 @@ class Memory:
 
     def stream(self, model: Llama, prompt: list[int], **options) -> Iterator[int]:
         """Yield the tokens that continue a prompt, of which only what is new is read."""
-        known = 0
         # The last old token may not be in the cache, and the prompt's last one has to be read for
         # its logits: so neither counts.
-        for old, new in zip(self.tokens[:-1], prompt[:-1]):
-            if old != new:
-                break
-            known += 1
+        known = n_shared(self.tokens[:-1], prompt[:-1])
         del self.tokens[known:]
         self.cache.go_back(known)
         for (token,) in stream(model, [prompt], cache=self.cache, **options):

@@ -171,11 +171,6 @@ class Preferences(Task):
         self.sums.clear()
         return {name: value / pairs for name, value in zip(MEASURED, sums)}
 
-    def all_summed(self, *names: str) -> list[float]:
-        """Return some of the `sums`, over all ranks. Those along tp have the same pairs, which then
-        count tp times: only quotients of these sums mean something."""
-        return self.world.all_gather_scalars([self.sums[name] for name in names]).sum(0).tolist()
-
     # With --all-weights there are no adapters to switch off. The base is computed before step 1.
 
     def begin(self, steps: Steps) -> None:

@@ -97,16 +97,25 @@ def train(task: Task, runner: nn.Module) -> bool:
     optimizer = make_optimizer(job.model, world, job.lr, run.weight_decay, run.betas)
     saved = world.broadcast_from_rank_zero(partial(checkpoints, run.directory))
     steps = setup.steps_of(run, job, work, saved)
-    # The model has the base's weights until `resume`: preferences.py compares with them.
-    task.begin(steps)
-    setup.resume(steps, run, job, optimizer)
     unevaluated = unevaluated_step(run, steps, world)
-    if steps.done >= steps.last and not unevaluated:
+    is_over = steps.done >= steps.last and not unevaluated
+    if not is_over:  # the model has the base's weights until `resume`
+        task.begin(steps)
+    setup.resume(steps, run, job, optimizer)
+    if is_over:
         return True
     sources = job.train_set.sources
     print_rank_zero(records.describe_run(run, work, world, steps.last, sources, job.lr))
     facts = setup.facts_of(job, work, steps)
-    saver = Saver(run.directory, job.model, optimizer, job.tokenizer, values_of(run), facts)
+    saver = Saver(
+        run.directory,
+        job.model,
+        optimizer,
+        job.tokenizer,
+        values_of(run),
+        facts,
+        steps.checkpoint,
+    )
     if run.init and run.eval_every and not steps.done:
         task.evaluate_and_show(0)  # only shown: the model before its first step
     recorder = records.Recorder(run, world, work, steps, job.tokenizer, facts)
@@ -154,10 +163,9 @@ def train(task: Task, runner: nn.Module) -> bool:
 
 def unevaluated_step(run: Run, steps: Steps, world: World) -> dict | None:
     """Return the metrics of the last step done, if a signal or a kill has ended its evaluation."""
-    if not is_due(steps.done, run.eval_every, steps.last):
+    if not steps.done or not is_due(steps.done, run.eval_every, steps.last):
         return None
-    find = partial(records.unevaluated, run.directory, steps.done)
-    return world.broadcast_from_rank_zero(find)
+    return world.broadcast_from_rank_zero(partial(records.unevaluated, run.directory, steps.done))
 
 
 def end_step(
@@ -263,10 +271,9 @@ def update(
     total_loss, norm, signal, health, *counts = torch.stack(values).tolist()
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
-    # A run from scratch takes Muon, others AdamW, if no flag says otherwise. Matrices alone decay,
-    # in fine-tuning only if asked. Muon is for matrices of blocks, and needs their updates whole:
-    # ranks send each other the parts that they have, each orthogonalizes some updates, and sends
-    # back their parts. All else, embedding and output too, AdamW updates where it is.
+    # A run from scratch takes Muon, others AdamW, if no flag says otherwise. AdamW updates each
+    # weight where it is. Muon updates the matrices of blocks, and needs them whole: ranks exchange
+    # their parts (techniques/muon.py).
     optimizer.step()
     zero_gradients(optimizer, world)
     return Totals(total_loss, *map(round, counts), norm, round(signal))

@@ -234,7 +234,7 @@ def load_adapter(model: Llama, directory: str | Path) -> None:
     if adapter_settings(model) != lora:
         if bits_of_base(Path(directory)) == 4:
             for name, layer in model.named_modules():
-                if name.endswith(all_matrices(model.config)):
+                if name.rpartition(".")[2] in all_matrices(model.config):
                     layer.weight.copy_(rounded(layer.weight))
         add_adapters(model, lora)
     for name, factor in adapters(model).items():
@@ -254,7 +254,7 @@ def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weig
         base = weight.to(torch.promote_types(weight.dtype, torch.float32))
         if in_4_bits:
             base = rounded(base)
-        if layer.endswith(lora.targets):
+        if layer.rpartition(".")[2] in lora.targets:
             factors = [stored[f"{layer}.{kind}"].read() for kind in kinds]
             base = merged_weight(base, lora.scale, *factors)
         return base.to(weight.dtype)
@@ -263,7 +263,7 @@ def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weig
     merged = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(matrices):
+        if layer.rpartition(".")[2] in matrices:
             weight = weight.map(partial(merge, layer))
         merged[name] = weight
     return merged

@@ -284,11 +284,13 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
             raise UserError(f"{directory / name} is damaged: {fault}. {advice}")
 
 
-def newest_undamaged(newest: Path) -> Path:
-    """Return the newest checkpoint of a run whose files have their checksums. Newer ones get
+def newest_undamaged(saved: list[Path]) -> Path:
+    """Return the newest of a run's checkpoints whose files have their checksums. Newer ones get
     another name, and a warning. All ranks call it together, and each reads a share of the files.
+    `saved` is the same list on all: their views of a shared disk may differ.
 
     Raises UserError if all are damaged."""
+    *earlier, newest = saved
     mine = ""
     problems = [""] * dist.get_world_size()
     try:
@@ -299,18 +301,16 @@ def newest_undamaged(newest: Path) -> Path:
     dist.all_gather_object(problems, mine)
     if not (problem := max(problems)):  # some rank's, or "" if no file is damaged
         return newest
-    *_, before, _ = [None, *checkpoints(newest.parent)]  # `newest` is the last
-    dist.barrier()  # all have looked
-    if not before:
+    if not earlier:
         raise UserError(problem)
     aside, fault = newest.with_name(f"damaged-{newest.name}"), problem.partition(". Remove")[0]
-    text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {before}"
+    text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {earlier[-1]}"
     print_rank_zero(text, file=sys.stderr)
     if dist.get_rank() == 0:
         remove(aside)  # of the same step, damaged before
         os.rename(newest, aside)
     dist.barrier()
-    return newest_undamaged(before)
+    return newest_undamaged(earlier)
 
 
 # ------------------------------------------------------------------------------- DCP's directories

@@ -216,8 +216,7 @@ def encoded(tensor: Tensor, dtype: DType) -> bytes:
     scaled = blocks * inverse
     size = np.floor(np.abs(scaled) + np.float32(0.5))  # rounded half away from zero
     rounded = np.copysign(size, scaled).astype(np.int8)
-    scale_bytes = scale.astype("<f2").view(np.int8)
-    return np.hstack([scale_bytes, rounded]).tobytes()
+    return np.hstack([scale.astype("<f2").view(np.int8), rounded]).tobytes()
 
 
 def _type_of(tensor: StoredTensor, dtype: DType) -> DType:

@@ -156,9 +156,8 @@ def _collective(operator: str, args: tuple) -> str:
         return "all-to-all"
     if operator == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
         return "send"
-    letters = operator.replace("_", "")
     for kind in COLLECTIVES:
-        if kind.replace("-", "") in letters:
+        if kind.replace("-", "") in operator.replace("_", ""):
             return kind
     return operator
 

@@ -25,8 +25,7 @@ def quartiles(values: Iterable[float]) -> list[float]:
 def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
     """Return the lines of a table in Markdown, aligned right but for the first column."""
     first, *others = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
-    ruler = "|---|" + "--:|" * (len(headings) - 1)
-    return [first, ruler, *others]
+    return [first, "|---|" + "--:|" * (len(headings) - 1), *others]
 
 
 def megabytes(nbytes: float | None) -> str:

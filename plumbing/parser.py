@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from plumbing.flags import SAME_AS_DEFAULT, Flag, flags_in, records_in
@@ -14,7 +15,13 @@ from plumbing.retired import check_words
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError: one line once, not a usage page from every rank."""
+    """An ArgumentParser that raises UserError: one line once, not a usage page from every rank. A
+    path may not be empty, as where a shell's variable is not set: that would mean this directory.
+    """
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+        self.register("type", Path, nonempty_path)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
@@ -39,6 +46,12 @@ class Parser(argparse.ArgumentParser):
             hint = f": did you mean {similar[0]}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
+
+
+def nonempty_path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def nonnegative_int(text: str, least: int = 0) -> int:
@@ -141,6 +154,8 @@ def add_flag(group: argparse._ActionsContainer, name: str, spec: Flag, default) 
     else:
         options["type"] = spec.type or TYPES.get(type(default), str)
     option = f"--{name.replace('_', '-')}"
+    if option in group._option_string_actions:
+        raise UserError(f"{option} is a flag already: give the model's field another name")
     group.add_argument(name if spec.is_positional else option, **options)
 
 

@@ -199,7 +199,8 @@ def end_because_of(error: BaseException) -> None:
     stuck.own_error = error
     store = shared_store() if dist.is_initialized() else None
     error = as_user_error(error, store)
-    if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
+    is_alone = store is None or dist.get_world_size() == 1
+    if is_alone and isinstance(error, BrokenPipeError):  # who reads has left, as head does
         endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)
     if isinstance(error, UserError):
         fail(store, 2, str(error))
@@ -208,7 +209,6 @@ def end_because_of(error: BaseException) -> None:
     if store is None and isinstance(error, dist.DistError):
         fail(store, 1, f"rank {rank} cannot join the other ranks: {reason}")
     message = f"rank {rank} failed: {type(error).__name__}: {reason}".removesuffix(": ")
-    is_alone = store is None or dist.get_world_size() == 1
     if is_alone and not isinstance(error, SystemExit):  # whose code may be 0
         endings.report(message)
         return

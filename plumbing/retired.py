@@ -23,13 +23,7 @@ RETIRED = {
         f"use --schedule 1f1b, with which its runs resume, or interleaved; labs/pipeline teaches "
         f"it, and commit {LAST_COMMIT} trains by it, and resumes its runs"
     ),
-    ("--top",): "bench.py plan writes all plans to the file of --json",
-    ("--document-length",): "bench.py plan predicts whole sequences",
-    ("--details",): "evaluate.py writes questions and answers to the file of --json",
-    ("--context",): "bench.py generate takes the tokens of a prompt as --seq-len",
     ("--per-node",): "give --gpus NODESxGPUS, as 4x4",
-    ("bench.py", "lora"): "use bench.py limit --lora",
-    ("bench.py", "step-lora"): "use bench.py step --lora",
 }
 
 # A flag and its value, of runs that only LAST_COMMIT can resume.

@@ -243,10 +243,11 @@ def samples_of(prompts: list, answers: list, are_counted: Sequence[bool]) -> lis
 
 
 class Answers(Rows):
-    """Rows of a prompt and its answer, whose tokens are the targets. A batch has three values of
+    """Rows of a prompt and its answer, whose tokens are the targets. A batch has values of
     each target, 0 elsewhere: the `advantage` of its answer, `sampled_log_p`, its log p by the
-    sampler, and `begins`, 1 for the first target of an answer, since with --cp each rank has a part
-    of an answer. An answer that `are_counted` leaves out has no targets."""
+    sampler, `begins`, 1 for the first target of an answer, since with --cp each rank has a part of
+    an answer, and the `choices` of experts, if there are any. An answer that `are_counted` leaves
+    out has no targets."""
 
     def __init__(
         self,

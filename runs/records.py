@@ -103,15 +103,15 @@ class Recorder(contextlib.AbstractContextManager):
         if step in (steps.done + 1, steps.last) or step % 10 == 0:
             seconds_a_step = (now - self.started) / (step - steps.done)
             left = seconds_a_step * (steps.last - step)
-            columns = [
-                (f"step {step:>5}/{steps.last}", 0),
-                (f"loss {totals.mean_loss:.4f}", 0),
-                *((text, 1) for text in described(measures, 3)),
-                (f"norm {totals.grad_norm:.2f}", 3),
-                (f"{tokens_per_second:,.0f} tokens/s", 2),
-                ("" if mfu is None else f"mfu {mfu:.1%}", 4),
-                (f"{metrics['memory_bytes'] / 1e9:.2f} GB", 5),
-                (f"{timedelta(seconds=round(left))} left", 0),
+            columns = [  # in a narrow terminal the last are left out
+                f"step {step:>5}/{steps.last}",
+                f"loss {totals.mean_loss:.4f}",
+                f"{timedelta(seconds=round(left))} left",
+                *described(measures, 3),
+                f"{tokens_per_second:,.0f} tokens/s",
+                f"norm {totals.grad_norm:.2f}",
+                f"mfu {mfu:.1%}" if mfu else "",
+                f"{metrics['memory_bytes'] / 1e9:.2f} GB",
             ]
             print_rank_zero(as_line(columns, width_of(sys.stderr)), file=sys.stderr)
         return metrics
@@ -183,17 +183,12 @@ def width_of(stream) -> float:
     return width or math.inf
 
 
-def as_line(columns: list[tuple[str, int]], width: float) -> str:
-    """Return the columns, each a text and a number, in a line of at most `width` characters. Where
-    it is too long, the column with the highest number is left out, and of several the last one;
-    then the next. Those with 0 stay."""
-    kept = [column for column in columns if column[0]]
-    while True:
-        line = "  ".join(text for text, _ in kept)
-        first_to_go = max(reversed(kept), key=lambda column: column[1])
-        if len(line) <= width or first_to_go[1] == 0:
-            return line
-        kept.remove(first_to_go)
+def as_line(columns: list[str], width: float) -> str:
+    """Return the columns that are not empty, as many as fit in a line of `width` characters."""
+    kept = [column for column in columns if column]
+    while len("  ".join(kept)) > width:
+        kept.pop()
+    return "  ".join(kept)
 
 
 def described(measures: dict[str, float], digits: int) -> list[str]:
@@ -264,7 +259,7 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
     advice = f"--resume with --skip-steps {step}, which leaves out this batch"
     if newest := newest_checkpoint():
         advice += f", or, if all batches fail after {newest}, remove it and --resume before it"
-    return f"step {step}: the {culprit} is not finite. Nothing was updated: lower --lr, or {advice}"
+    return f"step {step}: the {culprit} is not finite, and was not used: lower --lr, or {advice}"
 
 
 def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:

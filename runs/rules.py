@@ -154,8 +154,12 @@ def check_steps(run: Run, steps: int) -> None:
             f"--warmup {run.warmup} is too long for --steps {steps}: the learning rate would "
             f"not reach --lr; use at most --warmup {longest}"
         )
-    if steps in run.skip_steps:
-        raise UserError(f"--skip-steps {steps} is the last: give --steps {steps - 1}")
+    last_skipped = max(run.skip_steps, default=0)
+    if last_skipped >= steps:
+        raise UserError(
+            f"--skip-steps {last_skipped} is not before the last step, {steps}, which saves: leave "
+            f"it out, or give fewer --steps"
+        )
 
 
 def last_step(run: Run, sequences: int) -> int:

@@ -130,7 +130,7 @@ def take_exam(
         answer = question["answer"]
         if choices := question.get("choices"):
             scores = [-next(losses) for _ in choices]
-            normalized = [score / max(1, len(choice)) for score, choice in zip(scores, choices)]
+            normalized = [score / len(choice) for score, choice in zip(scores, choices)]
             marks["exam_accuracy"].append(scores.index(max(scores)) == answer)
             marks["exam_normalized"].append(normalized.index(max(normalized)) == answer)
             details.append(question | {"log_likelihoods": scores})

@@ -181,19 +181,17 @@ def ratio_of_peaks(work: Work) -> float:
     counted. Another process runs the step on tensors without contents, and counts their bytes
     (perf/emulated.py): this one has real ranks already."""
     print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
-    command = [sys.executable, "-m", "perf.emulated"]
-    root = Path(__file__).resolve().parent.parent
     try:
         ended = subprocess.run(
-            command,
+            [sys.executable, "-m", "perf.emulated"],
             input=pickle.dumps(replace(work, teacher=None)),
             capture_output=True,
-            cwd=root,
+            cwd=Path(__file__).resolve().parent.parent,
             timeout=300,
             check=True,
         )
         return float(ended.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
+    except Exception as error:  # as of a student's class: the prediction stands
         print(f"it could not be counted: {error}", file=sys.stderr)
         return 1.0
 
@@ -276,17 +274,13 @@ def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:
     """Return the steps that a run still has to take after the newest of the `saved` checkpoints
     that is not damaged, if there is one. Warn about flags that make it another experiment."""
     order = Order(run.batch, run.seq_len, run.seed)
-    steps = Steps(0, job.last_step, run.skip_steps, order)
     if not saved:
-        return steps
-    undamaged = newest_undamaged(saved[-1])
+        return Steps(0, job.last_step, run.skip_steps, order)
+    undamaged = newest_undamaged(saved)
     config = read_config(undamaged)
     done, last = config["step"], job.last_step
     # Old runs have no facts.
     before = {"token_offset": 0} | config["flags"] | config.get("facts", {})
-    now = values_of(run) | facts_of(job, work, steps)
-    may_change = {name for name, spec in all_flags(type(run)).items() if spec.may_change}
-    records.warn_about_changed_flags(before, now, may_change)
     old = Order(before["batch"], before["seq_len"], before["seed"], before["token_offset"])
     # How many tokens more the run has read than it would have by the order that it has now. For
     # example, 10 steps of 8 sequences of 256 tokens have read 20,480. With --batch 16 now, 10 steps
@@ -297,7 +291,11 @@ def steps_of(run: Run, job: Job, work: Work, saved: list[Path]) -> Steps:
         while last in run.skip_steps:  # the last step saves, so it is not left out
             last -= 1
     order = replace(order, token_offset=offset)
-    return Steps(done, last, run.skip_steps, order, undamaged)
+    steps = Steps(done, last, run.skip_steps, order, undamaged)
+    now = values_of(run) | facts_of(job, work, steps)
+    may_change = {name for name, spec in all_flags(type(run)).items() if spec.may_change}
+    records.warn_about_changed_flags(before, now, may_change)
+    return steps
 
 
 def resume(steps: Steps, run: Run, job: Job, optimizer: torch.optim.Optimizer) -> None:

@@ -96,6 +96,11 @@ class Task:
         UserError on all ranks."""
         return {"bits_per_byte": totals.bits_per_byte}
 
+    def all_summed(self, *names: str) -> list[float]:
+        """Return some of the sums that a task's `loss` adds to `sums`, over all ranks. Those along
+        tp have the same rows, which then count tp times: only quotients mean something."""
+        return self.world.all_gather_scalars([self.sums[name] for name in names]).sum(0).tolist()
+
     def text_to_show(self, step: int) -> str:
         """Return the text that an evaluation shows. All ranks call it."""
         return self.sample_text(step)
@@ -137,7 +142,9 @@ def sample_text(job: Job, prompt: str, step: int) -> str:
     """Return a prompt and how the model continues it."""
     tokenizer = job.tokenizer
     ids = tokenizer.encode(prompt, bos=True)
+    room = job.model.config.max_seq_len - len(ids)
+    length = max(1, min(64, room))
     (tokens,) = generate(
-        job.model, [ids], 64, temperature=0.8, top_p=0.95, stop=tokenizer.stop, seed=step
+        job.model, [ids], length, temperature=0.8, top_p=0.95, stop=tokenizer.stop, seed=step
     )
     return f"--- {prompt}{tokenizer.decode(tokens)}\n---"

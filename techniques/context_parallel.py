@@ -180,8 +180,7 @@ class SharedBatch(Batch):
         would be converted in every block, and every block would save its copy."""
         slots = torch.arange(end - queries, end, device=self.all_positions.device)
         visible = document_mask(self.all_positions[:, slots], slots, end)  # [B, 1, queries, end]
-        mask = torch.zeros_like(visible, dtype=self.dtype)
-        return mask.masked_fill_(~visible, -torch.inf)
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 
     def documents_until(self, end: int, queries: int) -> Documents:
         """Return what a kernel needs in place of a mask: each document's queries in the chunk, if

@@ -45,8 +45,7 @@ class KVCache:
         every layer."""
         self.take_slots(positions.shape[1], positions.device)
         visible = document_mask(positions, self.slots, self.visible)
-        mask = torch.zeros_like(visible, dtype=dtype)
-        return mask.masked_fill_(~visible, -torch.inf)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
     def take_slots(self, T: int, device: torch.device) -> None:
         """Take the next T slots for new tokens. Raise ValueError if there are not so many."""

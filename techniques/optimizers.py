@@ -23,14 +23,11 @@ from techniques.zero1 import all_gather_updates
 # kind of training -> (parameters from which on it holds, peak learning rate, source)
 TINY = "measured"
 SMALLEST = 0.5e9  # parameters of a model for which the published rates are taken
+# Muon scales updates to AdamW's, and so takes its rates (Liu et al. 2025, arXiv:2502.16982).
+LLAMA_3 = [(SMALLEST, 3e-4, "Llama 3"), (50e9, 1.5e-4, "Llama 3"), (300e9, 8e-5, "Llama 3")]
 PEAK_RATES = {
-    "pretraining with muon": [(0, 2e-2, TINY)],
-    "pretraining with adamw": [
-        (0, 5e-3, TINY),
-        (SMALLEST, 3e-4, "Llama 3"),
-        (50e9, 1.5e-4, "Llama 3"),
-        (300e9, 8e-5, "Llama 3"),
-    ],
+    "pretraining with muon": [(0, 2e-2, TINY), *LLAMA_3],
+    "pretraining with adamw": [(0, 5e-3, TINY), *LLAMA_3],
     "fine-tuning": [(0, 5e-3, TINY), (SMALLEST, 2e-4, "QLoRA"), (30e9, 1e-4, "QLoRA")],
     "fine-tuning of all weights": [(0, 5e-3, TINY), (SMALLEST, 2e-5, "torchtune")],
     "preferences": [(0, 5e-4, TINY), (SMALLEST, 5e-6, "trl")],

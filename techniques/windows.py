@@ -47,8 +47,7 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, mask, window: int) -> Tensor:
     if mask is None:
         if S <= window:  # causal attention sees no more than the window
             return attend(q, k, v, None)
-        everything = torch.ones(T, S, dtype=torch.bool, device=q.device)
-        mask = everything.tril(S - T)
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return attend(q, k, v, last_visible(mask, window))
 
 

@@ -338,6 +338,18 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     assert opened(path, prompt + 63)[2] == []
 
 
+def test_a_prompt_does_without_earlier_thoughts():
+    """As templates of models that think ask for. A target is whole."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }} {% endfor %}"
+    talk = [user("a"), assistant("<think>b</think>c"), user("d")]
+    assert tokenizer.decode(encode_prompt(talk, tokenizer)) == "a c d "
+    with pytest.raises(UserError, match="leaves out message 2, of the assistant"):
+        encode(talk, tokenizer)
+    with pytest.raises(UserError, match="leaves out message 1, of the user"):
+        encode_prompt([user("a</think>b")], tokenizer)
+
+
 def test_a_call_without_a_content_is_no_example(tmp_path):
     tokenizer, call = load_tokenizer("bytes"), {"role": "assistant", "function_call": CALL}
     tokenizer.template = "{% for m in messages %}{{ m | tojson }}<|eot_id|>{% endfor %}"

@@ -269,6 +269,15 @@ def test_a_failure_is_printed_once_and_ends_all(corpus, tmp_path, nproc, raised,
     assert result.err.count("Traceback") == 1 and result.codes == [1] * (rank + 1)
 
 
+def test_a_reader_that_leaves_ends_a_script_quietly(corpus, tmp_path):
+    """As `| head` does, when ranks have joined, and there is one."""
+    place = "    gradients, squared_norm_share = own_gradients(optimizer, world.size)"
+    fault = f"    raise BrokenPipeError\n{place}"
+    within = with_fault(tmp_path / "copy", "train", place, fault)
+    result = launch(*within, "train.py", *flags(corpus, tmp_path / "out"))
+    assert result.codes == [141] and error_lines(result) == []
+
+
 def test_a_message_that_cannot_be_left_for_torchrun_leaves_no_file(tmp_path, monkeypatch):
     """torchrun would not survive an empty one."""
     path = tmp_path / "error.json"

@@ -251,6 +251,7 @@ BAD_QUESTIONS = [
     ('"choices": ["b"], "answer": 1', '"answer" is 1: give the number of a'),
     ('"choices": ["b", "c"], "answer": true', '"answer" is True: give the number of a'),
     ('"choices": ["b", "c"], "answer": 1.0', '"answer" is 1.0: give the number of a'),
+    ('"choices": ["b", " "], "answer": 0', "a choice is empty: leave the question out"),
     ('"answer": null', '"answer" is None: give it as a string'),
     ('"answer": "b\\nc"', "\"answer\" is 'b\\nc': give one line"),
     ('"answer": " "', "\"answer\" is ' ': give one line"),

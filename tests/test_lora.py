@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from conftest import change_json, like, same_with_gradients
 from torch import nn
 
-from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
+from files.adapters import (
+    PEFT_FILES,
+    gather_adapters,
+    load_adapter,
+    merged_weights,
+    open_adapter,
+    save_adapter,
+)
 from files.export import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
 from finetune_lora import targets_in
@@ -249,6 +256,14 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, config, kind):
     theirs.save_pretrained(tmp_path / "theirs")
     load_adapter(plain, tmp_path / "theirs")
     logits_agree(plain, theirs, model)
+
+
+def test_a_layer_whose_name_ends_like_a_target_is_none(tmp_path):
+    """A student's gate_w1 has no adapter, and stays as it is when others are merged."""
+    lora = LoRA(rank=3)
+    save(tmp_path, adapted(CONFIG, lora), lora)
+    stored = {"layers.0.feed_forward.gate_w1.weight": StoredTensor.of(torch.ones(48, 32))}
+    assert merged_weights(stored, tmp_path, CONFIG) == stored
 
 
 SOME = [

@@ -175,6 +175,10 @@ BAD_FILES = {
         WITH_FIELDS.replace("=-1", "=(1,)"),
         "mine.py: a checkpoint cannot hold some = (1,): write",
     ),
+    "a flag's name": (
+        WITH_FIELDS.replace("window", "steps"),
+        "--steps is a flag already: give the model's field another name",
+    ),
     # With these slips a Llama would be trained.
     "another build": (
         GEGLU.replace("return Geglu(self)", "return model.Llama(self)"),

@@ -19,6 +19,7 @@ from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from model import Llama, LlamaConfig
 from preferences import Preferences, Preferring
+from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.scores import evenly_spaced
 from text.order import Order, Steps, window_of
 from text.packing import Packed
@@ -81,6 +82,17 @@ def test_all_weights_are_trained_beside_the_base_as_it_was(tmp_path, unsplit, sp
     assert losses[3] < losses[0]
     assert [row["loss"] for row in metrics(out)] == pytest.approx(losses, rel=1e-12)
     resumes(out, 2, lambda out: {}, "preferences.py", *given, nproc=2)
+
+
+def test_the_base_has_no_dropout():
+    """A student's model may: --dropout of adapters is refused."""
+    model = Llama(CONFIG).train()
+    model.layers["0"].feed_forward = torch.nn.Dropout(0.5)
+    set_loss_of_each_target(model)
+    batch = packed_pairs().batch([0, 1])
+    first, second = (log_p_of_targets(model, batch, 2) for _ in range(2))
+    assert torch.equal(first, second)
+    assert model.training
 
 
 def test_the_base_is_computed_for_the_rows_that_are_read(monkeypatch):

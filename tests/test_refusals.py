@@ -43,7 +43,7 @@ REFUSALS = """
 1 | train --clip nan | --clip ... from 0
 1 | train --dim 60 | heads of width 15
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
-1 | train --skip-steps 3 5 | --skip-steps 5 is the last: give --steps 4
+1 | train --skip-steps 3 5 | --skip-steps 5 is not before the last step, 5, which saves: leave
 1 | train --epochs 2 | --steps and --epochs exclude each other: give one
 1 | train --keep-best | need evaluations: give --eval-every
 1 | train --exam {text} | need evaluations: give --eval-every
@@ -66,7 +66,6 @@ REFUSALS = """
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp diloco --every 5 | --dp diloco is retired: use --dp hsdp; labs/rarely ... 86671ca
-1 | bench.py generate --context=8 | --context is retired ... --seq-len
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
@@ -88,6 +87,9 @@ REFUSALS = """
 1 | train --init {run} --dim 64 | has dim 32, not 64
 1 | train --data {corpus} --tokenizer {other} | were not made with tokenizer ... other.model
 1 | train --data {corpus} {text} | mixes token files and text
+1 | train --data "" | no data at '': give a file
+1 | train --out= | --out: expected a path, got ''
+1 | train --mode tiny | unrecognized arguments: --mode tiny: did you mean --model?
 1 | train --data {foreign} | give --tokenizer
 2 | train --data {foreign} --tokenizer bytes --out {here}/run | token 999 ... bytes has only 267
 2 | train --lr 1e38 --warmup 0 --dtype float32 --out {here} | step ... not finite ... --skip-steps
@@ -95,7 +97,7 @@ REFUSALS = """
 2 | finetune --data {text} | counting.txt, line 1: ... is not a JSON object
 1 | finetune --dropout 1 | --dropout 1 drops everything: give a number below 1
 1 | finetune --alpha 0 | --alpha 0 switches the adapters off: give a number above 0
-1 | finetune --all-weights --targets wq | are for adapters: leave them out, or --all-weights
+1 | finetune --all-weights --targets wq | these are for adapters: --targets; leave out them or
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 2 | finetune --base-bits 4 --tp 2 | each of 2 rank(s)
 1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too

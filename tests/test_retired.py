@@ -13,16 +13,16 @@ from runs.records import warn_about_changed_flags
 def test_what_is_retired_says_what_replaces_it(typed):
     script, *words = typed if typed[0].endswith(".py") else ("train.py", *typed)
     for line in (words, ["=".join(words)]):
-        told = line_of_refusal(Parser(script).parse_args, line)
+        told = line_of_refusal(Parser(prog=script).parse_args, line)
         assert told == f"{' '.join(typed)} is retired: {RETIRED[typed]}"
     assert f"`{' '.join(typed)}" in (ROOT / "docs/deleted.md").read_text()
 
 
 def test_a_word_that_is_retired_elsewhere_is_taken():
-    parser = Parser("bench.py")
+    parser = Parser(prog="bench.py")
     parser.add_argument("command")
     parser.add_argument("--out")
-    assert parser.parse_args(["step", "--out", "lora"]).out == "lora"
+    assert parser.parse_args(["step", "--out", "comm"]).out == "comm"
 
 
 @pytest.mark.parametrize("flag, value", ENDED)

@@ -110,14 +110,12 @@ def conversation_of(record: dict, where: str) -> Conversation:
 
 def layout_of(record: dict) -> tuple[str, ...]:
     """Return the names of the fields that hold a line's conversation; none if nothing holds one."""
-    found = [layout for layout in LAYOUTS if record.keys() >= {*layout}]
-    return found[0] if found else ()
+    return next((layout for layout in LAYOUTS if record.keys() >= {*layout}), ())
 
 
 def fields_of_chat(record: dict) -> set[str]:
     layout = layout_of(record)
-    has_input = len(layout) == 2
-    return BESIDE | {*layout} | ({"input"} if has_input else set())
+    return BESIDE | {*layout} | ({"input"} if len(layout) == 2 else set())
 
 
 def text_of(record: dict, name: str, where: str) -> str:

@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -149,7 +150,7 @@ def files_inside(directory: Path, suffixes: tuple[str, ...], advice: str) -> lis
 
 def check_there_is_data(sources: Iterable[str]) -> None:
     for source in map(str, sources):
-        if source != "python" and not (Path(source).is_file() or Path(source).is_dir()):
+        if source != "python" and not (isfile(source) or isdir(source)):
             raise UserError(f"no data at '{source}': give a file, a directory, or `python`")
 
 

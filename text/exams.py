@@ -40,10 +40,9 @@ class Exam:
         for file in find_files([path], (".jsonl",), f"give one with lines like {QUESTIONS}"):
             not_read = set()
             for _, where, question in read_records(file, QUESTIONS):
-                check_question(question, where)
+                choices = checked_choices(question, where)
                 not_read |= unread(question, FIELDS)
                 self.questions.append(question)
-                choices = question.get("choices") or []
                 prompt, rows = self._encode(question["question"], choices, chat)
                 for ids in rows:
                     is_target = [i >= len(prompt) for i in range(len(ids))]
@@ -71,20 +70,22 @@ class Exam:
         text = text.rstrip(" ")  # a space belongs to the token of the next word
         before = text.rstrip() if choices else text  # and before a choice, so does a line end
         prompt = self.tokenizer.encode(before, bos=True)
-        rows = [self.tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
-        return prompt, rows
+        return prompt, [self.tokenizer.encode(f"{text} {each}", bos=True) for each in choices]
 
 
-def check_question(question: dict, where: str) -> None:
-    """Raise UserError where a line is no question. The question becomes what UTF-8 can hold."""
+def checked_choices(question: dict, where: str) -> list[str]:
+    """Return the choices of a question, none where its answer has to be written. Raise UserError
+    where a line is no question. The question becomes what UTF-8 can hold."""
     refuse_other_meanings(question, where)
     question["question"] = check_string(question.get("question"), f'{where}: "question" is')
     choices, answer = question.get("choices") or [], question.get("answer")
     if not isinstance(choices, list):
         raise UserError(f'{where}: "choices" is {choices!r:.60}: give a list of strings')
     for choice in choices:
-        check_string(choice, f"{where}: a choice is")
+        if not check_string(choice, f"{where}: a choice is").strip():
+            raise UserError(f"{where}: a choice is empty: leave the question out")
     if choices and (type(answer) is not int or answer not in range(len(choices))):
         raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
     if not choices and len(check_string(answer, f'{where}: "answer" is').strip().splitlines()) != 1:
         raise UserError(f'{where}: "answer" is {answer!r:.60}: give one line')
+    return choices

@@ -44,8 +44,7 @@ def refuse_other_meanings(fields: dict, where: str) -> None:
 
 def unread(fields: dict, known: Iterable[str]) -> set[str]:
     """Return the names of fields that are not known, and that say something."""
-    names = fields.keys() - set(known)
-    return {name for name in names if not _says_nothing(fields[name])}
+    return {name for name in fields.keys() - set(known) if not _says_nothing(fields[name])}
 
 
 def note_unread(path: Path, names: set[str]) -> None:

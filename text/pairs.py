@@ -172,8 +172,7 @@ def docstring_pairs() -> Iterator[Sample]:
         words = answer["content"].split()
         random = Random(answer["content"])
         half = words[: len(words) // 2]
-        shuffled = random.sample(words, len(words))
-        worse = random.choice([half, shuffled])
+        worse = random.choice([half, random.sample(words, len(words))])
         if worse and worse != words:
             rejected = [*prompt, answer | {"content": " ".join(worse)}]
             yield sample._replace(rejected=rejected)

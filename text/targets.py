@@ -43,11 +43,14 @@ class Chat:
         return replace(self, messages=messages)
 
     def write_whole(self, asks: bool = False) -> str:
-        """Return what `write` does. Raise UserError if that leaves out a part of a content."""
+        """Return what `write` does. Raise UserError if that leaves out a part of a content. If it
+        `asks`, earlier answers may lack some: models that think do not see earlier thoughts."""
         marked = self.with_marks()
         text = self.write(asks)
         marked_text = marked.write(asks)
         for i, (message, its_mark) in enumerate(zip(self.messages, marked.messages), 1):
+            if asks and message["role"] == "assistant":
+                continue
             content = message.get("content", "").strip()
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # which some templates write
             is_whole = content in text or as_json in text
@@ -65,8 +68,7 @@ class Chat:
         if not self.messages[0].get("content"):
             raise UserError("the conversation begins with a call: let a message come before it")
         marked = self.with_marks()
-        mark = marked.messages[0]["content"]
-        return marked.write().partition(mark)[0]
+        return marked.write().partition(marked.messages[0]["content"])[0]
 
     def can_do_without(self, name: str, text: str) -> bool:
         """Return whether the template writes the same text without a field that it was given."""
