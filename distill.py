@@ -94,7 +94,7 @@ class Distillation(Task):
 
     def __post_init__(self):
         divergence = reverse_kl if self.run.on_policy else forward_kl
-        self.teacher = Teacher(load_teacher(self.run, self.world), divergence, self.run.top_k)
+        self.teacher = Teacher(load_teacher(self.job, self.world), divergence, self.run.top_k)
         self.batch = None  # the microbatch under way
         self.sums = Counter()  # over targets, by name, since the last finish_measures
         self.job.model.loss = self.sum_of_divergences

@@ -91,7 +91,6 @@ from text.targets import SHOWN
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: math.log(2)}
 WARN_ABOVE = 1e-3  # share of a step's tokens that are further, in bfloat16
 LEAST_STD = 1e-6  # for --normalize std: what rounding alone makes differ stays small
-REPLAYS = True  # training takes the experts that sampling has chosen
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ class Rewards(Task):
         """Let layers with experts keep what they choose in sampling, so that training takes the
         same experts. A model without experts has no such layers."""
         # --tp divides the tokens of a prompt, of which a rank would know its own choices alone.
-        self.replays = REPLAYS and self.world.parallel.tp == 1
+        self.replays = self.world.parallel.tp == 1
         for layer in self.job.model.modules():
             if hasattr(layer, "keeps_choices"):
                 layer.keeps_choices = self.replays

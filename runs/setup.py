@@ -55,7 +55,7 @@ class Job:
     last_step: int
     base: Path | None = None  # of fine-tuning: the checkpoint that --init has found
     # By which a resumed run notices that a model or a file which a flag names has changed:
-    # base_digest, teacher_digest, reward_digest.
+    # base_digest, teacher_digest, reward_digest; and `teacher`, its checkpoint.
     digests: dict[str, str] = field(default_factory=dict)
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
     teacher: Llama | None = None  # of distill.py: on meta, whole

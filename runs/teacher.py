@@ -1,7 +1,9 @@
 """The teacher of distill.py: what it may be, how it is loaded beside the student, and compared."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,30 +19,26 @@ from plumbing.processes import Process
 from plumbing.shards import to_local
 from runs import rules
 from runs.each_target import from_logits, hidden_states
+from runs.setup import Job
 from techniques import nf4
 from techniques.divergence import likeliest, shares_of
 from text.batch import Batch
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
-def open_teacher(run, process: Process) -> tuple[dict, Llama]:
-    """Return what read_config says of --teacher, and the model on meta, frozen."""
+def find_teacher(
+    run, parallel: ParallelConfig, student: LlamaConfig, tokenizer: Tokenizer, process: Process
+) -> tuple[Llama, dict[str, str]]:
+    """Return the teacher on meta, frozen; and its directory, of a run the newest checkpoint, as
+    `teacher`, with its `teacher_digest`. Raise UserError for one that the student cannot be
+    compared with, or that cannot be split as the student is."""
     directory = process.broadcast_from_rank_zero(partial(find_checkpoint, run.teacher))
     metadata = read_config(directory)
     with torch.device("meta"):
         model = metadata["model"].build()
         # Without targets it adds no adapter, but stores matrices in 4 bits, if that is asked for.
         add_adapters(model, LoRA(targets=()), run.teacher_bits)
-    return metadata, model
-
-
-def find_teacher(
-    run, parallel: ParallelConfig, student: LlamaConfig, tokenizer: Tokenizer, process: Process
-) -> tuple[Llama, dict[str, str]]:
-    """Return the teacher on meta, and its `teacher_digest`. Raise UserError for one that the
-    student cannot be compared with, or that cannot be split as the student is."""
-    metadata, model = open_teacher(run, process)
-    teacher = f"--teacher {metadata['directory']}"
+    teacher = f"--teacher {directory}"
     if not metadata["tokenizer"]:
         raise UserError(f"{teacher} has no tokenizer to compare: put the student's beside it")
     load = partial(load_tokenizer, metadata["tokenizer"])
@@ -60,8 +58,8 @@ def find_teacher(
         rules.check_work(work, *techniques)
     except UserError as error:
         raise UserError(f"{teacher}: {error}")
-    digest = partial(digest_of_weights, metadata["directory"])
-    return model, {"teacher_digest": process.broadcast_from_rank_zero(digest)}
+    digest = process.broadcast_from_rank_zero(partial(digest_of_weights, directory))
+    return model, {"teacher": str(directory), "teacher_digest": digest}
 
 
 def check_vocabulary(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
@@ -132,13 +130,13 @@ class Teacher:
         return from_logits(of_logits, [hidden, left], [weight, its_weight])
 
 
-def load_teacher(run, world: World) -> Llama:
-    """Return the frozen model, split over ranks as the student is."""
-    metadata, model = open_teacher(run, world)
-    parallelize(model, world, partial(load_weights, metadata["directory"]))
+def load_teacher(job: Job, world: World) -> Llama:
+    """Return the frozen model that find_teacher has found, split over ranks as the student is."""
+    model, directory = copy.deepcopy(job.teacher), Path(job.digests["teacher"])
+    parallelize(model, world, partial(load_weights, directory))
     held = sum(to_local(parameter).nbytes for parameter in model.parameters())
     print_rank_zero(
-        f"teacher: {metadata['directory']}, of which a rank holds {held / 1e9:.3g} GB; what its "
+        f"teacher: {directory}, of which a rank holds {held / 1e9:.3g} GB; what its "
         f"forward sends is in no figure above"
     )
     return model.eval()

@@ -76,6 +76,7 @@ def command(given: dict, out, **more) -> list:
     return ["rewards.py", *as_flags(given | dict(out=out) | more)]
 
 
+CHOOSES_ANEW = "self.replays = self.world.parallel.tp == 1", "self.replays = False"
 SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
 
 
@@ -246,7 +247,7 @@ def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, fami
     same_run(tmp_path / "two", tmp_path / "one", step=4)
     assert all(row["log_ratio"] < 1e-9 or "updates" in more for row in metrics(tmp_path / "two"))
     rewards = tmp_path / "copy/rewards.py"
-    rewards.write_text(rewards.read_text().replace("REPLAYS = True", "REPLAYS = False"))
+    rewards.write_text(rewards.read_text().replace(*CHOOSES_ANEW))
     anew = command(given, tmp_path / "anew", **more)
     refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
 
@@ -297,7 +298,7 @@ def test_in_bfloat16_replayed_experts_agree_as_a_dense_model_does(given, tmp_pat
     more |= dict(eval_every=0, save_every=0)
     edits = {"WARN_ABOVE = 1e-3": "WARN_ABOVE = 0"}
     replayed = changed_copy(tmp_path / "replayed", edits=edits, file="rewards")
-    edits |= {"REPLAYS = True": "REPLAYS = False"}
+    edits |= dict([CHOOSES_ANEW])
     chosen_anew = changed_copy(tmp_path / "anew", edits=edits, file="rewards")
     largest = {}
     for name, model, within in (

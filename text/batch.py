@@ -55,7 +55,8 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
-    # The tokens of each document; without document mask, of each sequence. Padding is left out.
+    # The tokens of each document; without document mask, of each sequence. Padding of packed
+    # rows is left out.
     lengths: Collection[int] = ()
     starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
     # What a task's loss has to know of each target, by name: [B, T] each.
