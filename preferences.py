@@ -126,7 +126,13 @@ class Preferences(Task):
             return replace(batch, target_values={"base_log_p": self.log_p(batch)})
 
     def log_p(self, batch: Batch) -> Tensor:
-        return log_p_of_targets(self.job.model, batch, self.work.microbatch)
+        """Return the base's log p of each target, without the dropout that a model may have."""
+        model = self.job.model
+        in_training = model.training
+        model.eval()
+        log_p = log_p_of_targets(model, batch, self.work.microbatch)
+        model.train(in_training)
+        return log_p
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's pairs, and add what is measured of them to

@@ -54,17 +54,13 @@ def set_loss_of_each_target(model: Llama) -> None:
 
 
 def log_p_of_targets(model: Llama, batch: Batch, microbatch: int) -> Tensor:
-    """Return log p of each target, [B, T], by a model after set_loss_of_each_target, without the
-    dropout that it may have. In a pipeline only the last stage has it and needs it; the others
-    return 0."""
+    """Return log p of each target, [B, T], by a model after set_loss_of_each_target. In a pipeline
+    only the last stage has it and needs it; the others return 0."""
     parts = batch.microbatches(microbatch)
     losses = []
-    in_training = model.training
-    model.eval()
     for part in parts:
         part.prepare()
         losses.append(model(*part.inputs, documents=part.documents))
-    model.train(in_training)
     return -torch.cat([x.expand_as(part.targets) for x, part in zip(losses, parts)])
 
 

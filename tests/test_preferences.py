@@ -19,7 +19,6 @@ from workers.train_cases import BETA, JobOfTask, packed_pairs
 
 from model import Llama, LlamaConfig
 from preferences import Preferences, Preferring
-from runs.each_target import log_p_of_targets, set_loss_of_each_target
 from runs.scores import evenly_spaced
 from text.order import Order, Steps, window_of
 from text.packing import Packed
@@ -88,10 +87,11 @@ def test_the_base_has_no_dropout():
     """A student's model may: --dropout of adapters is refused."""
     model = Llama(CONFIG).train()
     model.layers["0"].feed_forward = torch.nn.Dropout(0.5)
-    set_loss_of_each_target(model)
-    batch = packed_pairs().batch([0, 1])
-    first, second = (log_p_of_targets(model, batch, 2) for _ in range(2))
-    assert torch.equal(first, second)
+    pairs = packed_pairs()
+    batch = pairs.batch([0, 1])
+    work = SimpleNamespace(microbatch=2)
+    task = Preferences(Preferring(), JobOfTask(model, pairs, pairs), None, work, None)
+    assert torch.equal(task.log_p(batch), task.log_p(batch))
     assert model.training
 
 
