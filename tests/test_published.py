@@ -341,19 +341,6 @@ def test_a_tokenizer_of_llama_3s_kind_is_what_its_file_says(change, tmp_path):
         assert_chats_agree(ours, theirs, TALK)
 
 
-def test_generation_ends_where_the_model_says(tmp_path):
-    """The ids of generation_config.json end it, one or several, also after a checkpoint."""
-    for ends, more in ((7, [7]), ([7, 5], [7, 5]), (None, [])):
-        settings = json.dumps({"eos_token_id": ends})
-        write(tmp_path, "yi")
-        (tmp_path / "generation_config.json").write_text(settings)
-        tokenizer = load_tokenizer(str(tmp_path))
-        assert tokenizer.stop == (2, *more)
-        (tmp_path / "saved").mkdir(exist_ok=True)
-        tokenizer.save(tmp_path / "saved")
-        assert load_tokenizer(str(tmp_path / "saved")).stop == tokenizer.stop
-
-
 def test_tokens_outside_of_the_alphabet(tmp_path):
     """A vocabulary may hold tokens that are written as they are."""
     inner = smollm2()

@@ -67,6 +67,7 @@ ENDS = {  # files
     "a list in it": {"config.json": {"eos_token_id": [6, 3]}, CONFIG: {"eos_token": "<|done|>"}},
     "generation_config": {IDS_FILE: {"eos_token_id": 6, "bos_token_id": 0}},
     "a list in that": {IDS_FILE: {"eos_token_id": [6, 5]}, "config.json": {"eos_token_id": 3}},
+    "null": {IDS_FILE: {"eos_token_id": None}, CONFIG: {"eos_token": "<|done|>"}},
     "all": {IDS_FILE: {"eos_token_id": [3, 6]}, CONFIG: {"eos_token": "<|im_end|>"},
             "config.json": {"eos_token_id": 4}},
 }  # fmt: skip
