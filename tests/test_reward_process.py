@@ -74,7 +74,7 @@ def test_rewards_to_copy(answer, truth, parts):
 
 
 def test_groups_with_bad_rewards_are_left_out(given, tmp_path):
-    """And counted. The gradient is that of the other groups."""
+    """And counted."""
     (tmp_path / "some.py").write_text(
         f"{given['reward'].read_text()}\nright = reward\n"
         "def reward(prompt, answer, truth):\n"
@@ -126,9 +126,6 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
         ),
         "no answer to a held-out prompt has a reward",
     ),
-    "updates": (dict(updates=2, group=8), "must be a multiple of --group x --updates 2"),
-    "weights": (dict(max_ratio=0.5), "--max-ratio is 1 or more"),
-    "base": (dict(all_weights=True, kl=0.1), "--kl compares with the base"),
     "answers": (dict(data='{"prompt": "Hi", "answers": "Ho"}'), "rename the field"),
     "nothing": (dict(reward=""), "has no function reward"),
     "no fields": (
@@ -139,11 +136,7 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "another name": (dict(data='{"prompt": "Hi", "answer": "Ho"}'), "rename the field"),
     "no JSON": (dict(val_data="Hi"), 'give {"prompt": "..."}'),
     "no prompt": (dict(data=""), "has too few prompts"),
-    "dropout": (dict(dropout=0.1), "leave them out"),
-    "prompts": (dict(train_on_prompt=True), "changes nothing here: leave them out"),
-    "groups": (dict(group=3), "must be a multiple of --group"),
     "no room": (dict(max_new_tokens=99), "--max-new-tokens 99 exceed --seq-len 96"),
-    "both": (dict(all_weights=True, dora=True), "are for adapters"),
 }
 
 

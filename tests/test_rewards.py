@@ -16,6 +16,7 @@ from conftest import (
     alone,
     changed_copy,
     launch,
+    line_of_refusal,
     metrics,
     parsed_by,
     refused,
@@ -171,14 +172,15 @@ def test_a_changed_reward_is_told_on_resume(given, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, mesh",
     [
-        slow("aot_eager_decomp_partition", {}),
-        slow("inductor", {}),
-        slow("inductor", dict(dp="fsdp")),
-        slow("inductor", dict(tp=2)),
-        slow("inductor", dict(pp=2, schedule="gpipe", microbatch=1)),
+        ("aot_eager_decomp_partition", {}),
+        ("inductor", {}),
+        ("inductor", dict(dp="fsdp")),
+        ("inductor", dict(tp=2)),
+        ("inductor", dict(pp=2, schedule="gpipe", microbatch=1)),
     ],
 )
 def test_compiled_blocks_sample_what_is_trained(given, tmp_path, backend, mesh):
@@ -252,14 +254,15 @@ def test_experts_of_sampling_are_those_of_training(given_experts, tmp_path, fami
     refused(launch(*within, *anew, nproc=nproc), "between sampling and training")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 @pytest.mark.parametrize(
     "mesh",
     [
-        slow(dict(ep=2, tp=2)),
-        slow(dict(ep=4, tp=2)),
-        slow(dict(ep=2, pp=2, schedule="gpipe", microbatch=2)),
-        slow(dict(ep=4, cp=2)),
+        dict(ep=2, tp=2),
+        dict(ep=4, tp=2),
+        dict(ep=2, pp=2, schedule="gpipe", microbatch=2),
+        dict(ep=4, cp=2),
     ],
 )
 def test_ranks_that_share_experts_sample_together(given_experts, tmp_path, family, mesh):
@@ -387,11 +390,22 @@ def test_advantages():
     assert advantages_of(nearly_equal, "std")[0].abs().max() < 1e-9
 
 
-def test_a_ratio_of_0_is_no_bound():
-    """Its logarithm is not finite."""
-    run = parsed_by("rewards.py", "--init=base", "--reward=reward.py", "--clip-ratio", "1", "0.2")
-    with pytest.raises(UserError, match="the first distance is below 1"):
-        run.check()
+REFUSED = {  # flags, and what is said
+    "--clip-ratio 1 0.2": "the first distance is below 1",  # the logarithm of 0 is not finite
+    "--updates 2 --group 8": "--batch 8 must be a multiple of --group x --updates 2",
+    "--group 3": "--batch 8 must be a multiple of --group;",
+    "--max-ratio 0.5": "--max-ratio is 1 or more",
+    "--all-weights --kl 0.1": "--kl compares with the base",
+    "--dropout 0.1": "leave them out",
+    "--train-on-prompt": "changes nothing here: leave them out",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_flags_that_do_not_fit_are_refused(typed):
+    given = "--init=base", "--reward=reward.py", "--batch=8"
+    run = parsed_by("rewards.py", *given, *typed.split())
+    assert REFUSED[typed] in line_of_refusal(run.check)
 
 
 def test_evaluations_draw_with_numbers_that_training_has_not():
