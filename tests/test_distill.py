@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, metrics, refused, slow, succeed
+from conftest import launch, metrics, refused, succeed
 from test_finetune import BYTES, CONFIG, last_factors, same_run
 from test_formats import our_model, stored
 from test_train import as_flags, flip, resumes, same_metrics
@@ -22,6 +22,7 @@ from config import ParallelConfig, Work
 from costs.page import holds
 from distill import Distillation, Distilling
 from files.conversion import write_checkpoint
+from files.directories import read_index
 from files.loading import load_pretrained
 from model import IGNORE, Vocabulary
 from perf.instruments import build_on_meta
@@ -182,13 +183,14 @@ def same_measures(ours: Path, theirs: Path) -> None:
 
 
 RUNS = [
-    slow(dict(dp="fsdp"), dict(all_weights=True, top_k=9)),
-    slow(dict(tp=2), dict(top_k=9)),
-    slow(dict(pp=2, microbatch=2), dict(all_weights=True, top_k=9)),
-    slow(dict(dp="fsdp", cp=2, offload=True), dict(dora=True)),
+    (dict(dp="fsdp"), dict(all_weights=True, top_k=9)),
+    (dict(tp=2), dict(top_k=9)),
+    (dict(pp=2, microbatch=2), dict(all_weights=True, top_k=9)),
+    (dict(dp="fsdp", cp=2, offload=True), dict(dora=True)),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, more", RUNS)
 def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
     """The loss falls; a resumed run ends the same in every bit."""
@@ -200,17 +202,18 @@ def test_a_run_on_two_ranks_is_the_same_run(given, tmp_path, mesh, more):
     same_measures(tmp_path / "two", tmp_path / "one")
     assert 0 < rows[-1]["val_loss"] < rows[1]["val_loss"]
     assert "step 4: validation loss" in out and "agreement" in out
-    resumes(tmp_path / "two", 2, lambda out: {}, *on_two, nproc=2)
+    resumes(tmp_path / "two", 2, last_factors, *on_two, nproc=2)
 
 
 OF_ANSWERS = [
-    slow(dict(cp=2)),
-    slow(dict(dp="fsdp")),
-    slow(dict(tp=2)),
-    slow(dict(pp=2, microbatch=2)),
+    dict(cp=2),
+    dict(dp="fsdp"),
+    dict(tp=2),
+    dict(pp=2, microbatch=2),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", OF_ANSWERS)
 def test_its_own_answers_are_the_same_on_two_ranks(given, tmp_path, mesh):
     """9 prompts are held out and trained on: with FSDP, one is answered twice to share them."""
@@ -351,5 +354,8 @@ def test_the_teacher_is_no_part_of_a_checkpoint(given, tmp_path):
     """And the student alone is trained: a run leaves a model of its size."""
     out = tmp_path / "out"
     succeed(*command(given, out, all_weights=True, steps=1, warmup=1, eval_every=0))
-    assert load_pretrained(out, torch.float64).config == CONFIG
+    student = load_pretrained(out, torch.float64)
+    assert student.config == CONFIG
+    saved = read_index(out / "step-00000001/weights").state_dict_metadata
+    assert saved.keys() == dict(student.named_parameters()).keys()
     assert Distilling(teacher=given["teacher"]).references == 0
