@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Forks, slow
+from conftest import ROOT, Forks, slow, wait_for_lines
 from test_endings import gone_in_time
 from test_finetune import base  # noqa: F401 (a fixture)
 from test_rewards import command, given  # noqa: F401 (a fixture)
@@ -145,16 +144,15 @@ def test_a_signal_does_not_wait_for_a_reward(given, tmp_path, told):  # noqa: F8
     signal may come to a rank that only waits for the rewards."""
     sleeps = tmp_path / "sleeps"
     (tmp_path / "slow.py").write_text(
-        "import pathlib, time\ncalls = []\n"
+        "import time\ncalls = []\n"
         "def reward(**given):\n    calls.append(1)\n"
-        f"    if len(calls) > 16:\n        pathlib.Path({str(sleeps)!r}).touch()\n"
+        f"    if len(calls) > 16:\n        print(file=open({str(sleeps)!r}, 'a'))\n"
         "        time.sleep(300)\n    return len(calls)\n"
     )
     out = tmp_path / "out"
     more = dict(reward=tmp_path / "slow.py", save_every=0, eval_every=0)
     run = Forks(*command(given, out, **more), nproc=2)
-    while not sleeps.exists():
-        time.sleep(0.05)
+    wait_for_lines(sleeps, 1)
     for rank in told:
         os.kill(run.ranks[rank], signal.SIGTERM)
     result = run.finish()
