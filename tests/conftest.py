@@ -23,7 +23,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 CHANGES = ROOT / "tests/changes"
 ROOMS = [init.parent.name for init in ROOT.glob("*/__init__.py")]  # folders of the project
-SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
@@ -96,14 +95,6 @@ def pytest_runtest_setup() -> None:
     """Forget the logits of a model.py that an earlier test of this process has changed."""
     if module := sys.modules.get("files.published"):
         module.small_logits.cache_clear()
-
-
-def shared(name: str) -> Path:
-    """A file of test data that is not part of the project; its tests are skipped without it."""
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"needs {path}")
-    return path
 
 
 def hugging_face_model(config, kind: str = "", **more):
@@ -385,9 +376,13 @@ def wait_for_lines(path: Path, lines: int) -> None:
         time.sleep(0.05)
 
 
+def json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics(out: Path) -> list[dict]:
     """Read the metrics of a run, a dictionary for each step."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(out / "metrics.jsonl")
 
 
 # tp with sequences that it does not divide, a base in 4 bits that FSDP shards, some views.
@@ -431,7 +426,7 @@ def sums(tmp_path_factory) -> Path:
     return path
 
 
-def in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
+def lab_in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
     """Return what a command of labs/ prints in another copy of the project: with what it says of
     errors, if it is to fail."""
     result = launch(copy / "labs" / script, *args, **options)

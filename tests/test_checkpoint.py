@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import alone, launch, refused, slow, succeed
+from test_chat import BYTES
 from test_formats import Evil
 from test_train import CONFIG, flags
 
@@ -23,9 +24,6 @@ from plumbing.joining import init_distributed
 from plumbing.messages import UserError
 from runs.records import best_loss
 from techniques.optimizers import make_optimizer
-from text.tokenizer import load_tokenizer
-
-BYTES = load_tokenizer("bytes")
 
 
 @pytest.fixture(scope="module", autouse=True)

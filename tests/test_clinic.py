@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import ROOT, in_copy, succeed
+from conftest import ROOT, lab_in_copy, succeed
 
 from labs import clinic
 from labs.machinery import predict
@@ -57,7 +57,7 @@ def test_sick_runs_are_sick_and_cures_help(name, tmp_path, monkeypatch):
 
 def test_admitting(copy):
     """Three different faults, the same for the same seed; nothing says which."""
-    ward = partial(in_copy, copy, script="clinic.py")  # what the command prints
+    ward = partial(lab_in_copy, copy, script="clinic.py")  # what the command prints
 
     def admitted(*args) -> list[str]:
         ward("admit", "--again", *args)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_chat import BYTES
 from test_formats import our_model, save_shards, saved, saved_hf
 from test_published import QWEN, write
 
@@ -44,7 +45,6 @@ from text.tokenizer import load_tokenizer
 
 SEED = os.environ.get("SEED", "0")
 CONFIG = LlamaConfig(16, 2, 2, 1, 24, vocab_size=300)
-BYTES = load_tokenizer("bytes")
 DEEP = "[" * 100_000 + "]" * 100_000
 VALUES = [None, True, 0, -1, 0.5, 10**12, 10**400, 1e308, float("nan"), float("inf"), "", "x"]
 VALUES += [[], {}, [1], {"a": 1}, "\ud800", "\x1b[2J\nerror: ", "../../../dev/zero", [[]] * 9, DEEP]

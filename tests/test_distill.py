@@ -22,7 +22,6 @@ from config import ParallelConfig, Work
 from costs.page import holds
 from distill import Distillation, Distilling
 from files.conversion import write_checkpoint
-from files.directories import read_index
 from files.loading import load_pretrained
 from model import IGNORE, Vocabulary
 from perf.instruments import build_on_meta
@@ -354,8 +353,6 @@ def test_the_teacher_is_no_part_of_a_checkpoint(given, tmp_path):
     """And the student alone is trained: a run leaves a model of its size."""
     out = tmp_path / "out"
     succeed(*command(given, out, all_weights=True, steps=1, warmup=1, eval_every=0))
-    student = load_pretrained(out, torch.float64)
-    assert student.config == CONFIG
-    saved = read_index(out / "step-00000001/weights").state_dict_metadata
-    assert saved.keys() == dict(student.named_parameters()).keys()
+    # It would not load with a tensor more.
+    assert load_pretrained(out, torch.float64).config == CONFIG
     assert Distilling(teacher=given["teacher"]).references == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import like
+from test_chat import BYTES
 from torch.utils.flop_counter import FlopCounterMode
 from workers.train_cases import batch_of
 
@@ -27,11 +28,9 @@ from runs.task import Task
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch, Documents
 from text.packing import Packed, Rows
-from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(64, 2, 4, 2, 64, vocab_size=101)
 CPU = torch.device("cpu")
-BYTES = load_tokenizer("bytes")
 
 
 def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, enable_gqa):

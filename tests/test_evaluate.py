@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import metrics, succeed
+from conftest import json_lines, metrics, succeed
 from test_finetune import flags
 from test_formats import our_model, saved
 from test_nf4 import rounded_to_4_bits
@@ -97,10 +97,6 @@ def printed(out: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def same_details(found: list[dict], expected: list[dict]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
@@ -183,8 +179,8 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, spl
     nproc = 2 if split else 0
     out = run_evaluate(base, files, details, "--data", text, *split.split(), nproc=nproc)
     assert f"loss {loss / n:.4f}, {bits:.4f} bits/byte, {n:,} tokens" in out
-    expected = plain_details(model, tokenizer, read(exam))
-    same_details(read(details), expected)
+    expected = plain_details(model, tokenizer, json_lines(exam))
+    same_details(json_lines(details), expected)
     told = printed(out)
     assert told == scores(expected)
     assert all(0 < share < 100 for share in told.values())  # or a miscount would not show
@@ -194,12 +190,12 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path):
     """The base in 4 bits is scored alone, then with its adapter as a chat; on conversations it has
     the loss that the adapter's run recorded."""
     exam, _ = files
-    rows = read(exam)
+    rows = json_lines(exam)
     details = tmp_path / "details"
     model = rounded_to_4_bits(load_pretrained(base, torch.float64))
     tokenizer = load_tokenizer(str(base))
     run_evaluate(base, files, details, "--base-bits", 4)
-    same_details(read(details), plain_details(model, tokenizer, rows))
+    same_details(json_lines(details), plain_details(model, tokenizer, rows))
 
     load_adapter(model, adapter / "step-00000003")
     packed = open_chats([str(sums)], tokenizer, 96, Reading())
@@ -209,7 +205,7 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path):
     n = (batch.targets >= 0).sum()
     given = "--adapter", adapter, "--chat", "--data", sums, "--seq-len", 96
     out = run_evaluate(base, files, details, *given)
-    same_details(read(details), plain_details(model, tokenizer, rows, chat=True))
+    same_details(json_lines(details), plain_details(model, tokenizer, rows, chat=True))
     assert f"loss {loss / n:.4f}" in out
     row = metrics(adapter)[-1]
     assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
@@ -232,7 +228,7 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     (row,) = metrics(run)
     model = load_pretrained(run, torch.float64)
     tokenizer = load_tokenizer(str(base))
-    expected = scores(plain_details(model, tokenizer, read(exam), room=exams.ROOM))
+    expected = scores(plain_details(model, tokenizer, json_lines(exam), room=exams.ROOM))
     recorded = {name: round(100 * row[f"exam_{name}"], 1) for name in expected}
     assert recorded == expected
     _, after_the_step = result.out.split("step 1:")

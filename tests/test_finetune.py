@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import launch, metrics, refused, succeed
 from plain import effective_weights, plain_step
+from test_chat import BYTES
 from test_formats import our_model, saved_hf, stored
 from test_train import as_flags, resumes, same_metrics, same_weights, samples_in
 from test_train import flags as pretraining_flags
@@ -25,10 +26,8 @@ from techniques.decoding import generate
 from text.chat import open_samples
 from text.order import window_of
 from text.targets import SHOWN, encode_prompt
-from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
-BYTES = load_tokenizer("bytes")
 SEQ = 96
 
 

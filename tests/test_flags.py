@@ -9,7 +9,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, parsed_by, succeed
+from conftest import ROOT, json_lines, parsed_by, succeed
 from test_layout import FILES
 from test_train import flags
 
@@ -26,7 +26,7 @@ from rewards import Rewarding
 from runs.flags import Pretraining
 
 FROZEN = ROOT / "tests/frozen_flags.jsonl"
-LINES = [json.loads(line) for line in FROZEN.read_text().splitlines()]
+LINES = json_lines(FROZEN)
 WHOLE = [line for line in LINES if len(line.get("values", ())) > 40]
 DEFAULTS = {line["script"]: line["values"] for line in WHOLE}
 # Since then the learning rate follows the model's size (techniques/optimizers.py).

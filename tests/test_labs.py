@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, in_copy, wait_for_lines
+from conftest import ENVIRONMENT, ROOT, lab_in_copy, wait_for_lines
 from test_endings import gone_in_time
 
 from labs import run
@@ -21,7 +21,7 @@ from labs.machinery.checking import check_module
 LABS = ROOT / "labs"
 NAMES = run.NAMES
 ANSWERS = {name: answers.answer_of(name) for name in NAMES}
-lab = functools.partial(in_copy, ROOT)  # what a command of labs/run.py prints
+lab = functools.partial(lab_in_copy, ROOT)  # what a command of labs/run.py prints
 WRONG = [(name, wrong) for name in NAMES for wrong in answers.wrong_answers(name)]
 
 
@@ -104,42 +104,42 @@ def on_two_ranks(copy: Path) -> None:
 def test_commands(copy):
     name, (first, second, *_) = "mean", NAMES
     on_two_ranks(copy)
-    assert f"next: python labs/run.py check {first}, " in in_copy(copy)
-    assert "not written yet" in in_copy(copy, "check", name, code=1)  # writes the starter
+    assert f"next: python labs/run.py check {first}, " in lab_in_copy(copy)
+    assert "not written yet" in lab_in_copy(copy, "check", name, code=1)  # writes the starter
     file = copy / f"labs/work/{name}.py"
     starter = answers.starter_of(name)
     assert file.read_text() == starter
-    hints = [in_copy(copy, "hint", name) for _ in range(4)]
+    hints = [lab_in_copy(copy, "hint", name) for _ in range(4)]
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
-    in_copy(copy, "why", name, code=2)
-    assert "# >>>" in in_copy(copy, "why", name, "--give-up")
+    lab_in_copy(copy, "why", name, code=2)
+    assert "# >>>" in lab_in_copy(copy, "why", name, "--give-up")
     solved = student_file(name, copy / "labs/work").read_text()
-    assert "mean" == second and "Whose mean is it?" in in_copy(copy)
-    assert "passed. The project's own is `update` in train.py" in in_copy(copy, "check", name)
-    assert re.search(r"^mean .* passed$", in_copy(copy), re.MULTILINE)
-    shown = in_copy(copy, "why", name)
+    assert "mean" == second and "Whose mean is it?" in lab_in_copy(copy)
+    assert "passed. The project's own is `update` in train.py" in lab_in_copy(copy, "check", name)
+    assert re.search(r"^mean .* passed$", lab_in_copy(copy), re.MULTILINE)
+    shown = lab_in_copy(copy, "why", name)
     assert "# Why: " in shown and "Wrong: mean of means" in shown
     assert json.loads((copy / "labs/work/.state").read_text())["hints"] == {name: 3}
-    in_copy(copy, "reset", name)
+    lab_in_copy(copy, "reset", name)
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
 @pytest.mark.slow
 def test_exit_codes(copy):
     """0 all is right or graded, 1 something is wrong or was not graded, 2 it cannot be done."""
-    in_copy(copy, "check", "nf4", code=1)  # not written yet
+    lab_in_copy(copy, "check", "nf4", code=1)  # not written yet
     student_file("nf4", copy / "labs/work")
-    in_copy(copy, "check", "nf4")
-    in_copy(copy, "check", "nf4", "--ranks", 5, code=2)
-    in_copy(copy, "check", "nf4", "--file", copy / "none.py", code=2)
+    lab_in_copy(copy, "check", "nf4")
+    lab_in_copy(copy, "check", "nf4", "--ranks", 5, code=2)
+    lab_in_copy(copy, "check", "nf4", "--file", copy / "none.py", code=2)
     (copy / "bytes.py").write_bytes(b"\xff\xfe")
-    in_copy(copy, "check", "nf4", "--file", copy / "bytes.py", code=2)
+    lab_in_copy(copy, "check", "nf4", "--file", copy / "bytes.py", code=2)
     (copy / "class/ada").mkdir(parents=True)
-    in_copy(copy, "grade", copy / "class", code=2)  # nobody handed in anything
+    lab_in_copy(copy, "grade", copy / "class", code=2)  # nobody handed in anything
     (copy / "class/ada/nf4.py").write_text("wrong")
-    assert "ada" in in_copy(copy, "grade", copy / "class")
+    assert "ada" in lab_in_copy(copy, "grade", copy / "class")
     (copy / "labs/nf4/answer.py").write_text("wrong, too")  # then nothing is to be compared with
-    in_copy(copy, "grade", copy / "class", code=1)
+    lab_in_copy(copy, "grade", copy / "class", code=1)
 
 
 @pytest.mark.slow
@@ -150,11 +150,11 @@ def test_released_copies_have_no_solutions(tmp_path):
     assert "no solutions" in lab("release", copy)
     solved = [path for path in copy.rglob("*.py") if "dist.all_reduce(totals)" in path.read_text()]
     assert solved == [] and not [*copy.rglob("answer.py"), *copy.rglob("wrong.txt")]
-    assert "ask your teacher" in in_copy(copy, "why", "mean", "--give-up", code=2)
+    assert "ask your teacher" in lab_in_copy(copy, "why", "mean", "--give-up", code=2)
     (copy / "labs/work").mkdir()
     student_file("mean", copy / "labs/work")
-    assert "passed on 2 ranks" in in_copy(copy, "check", "mean", "--ranks", 2)
-    in_copy(copy, "reset", "mean")
+    assert "passed on 2 ranks" in lab_in_copy(copy, "check", "mean", "--ranks", 2)
+    lab_in_copy(copy, "reset", "mean")
     assert (copy / "labs/work/mean.py").read_text() == answers.starter_of("mean")
 
 

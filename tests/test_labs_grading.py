@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, in_copy, slow, succeed
+from conftest import ROOT, lab_in_copy, slow, succeed
 from test_labs import ANSWERS, WRONG, lab, on_two_ranks, student_file
 
 from labs.machinery import grading, guard
@@ -236,10 +236,10 @@ def test_wrong_submissions(line, longest, says, tmp_path):
 def test_a_new_lab_works(copy):
     """It is a copy of mean, which passes: its starter, and its solution."""
     on_two_ranks(copy)
-    assert "labs/median is a copy of mean" in in_copy(copy, "new", "median")
-    assert "not written yet: about 9 lines" in in_copy(copy, "check", "median", code=1)
+    assert "labs/median is a copy of mean" in lab_in_copy(copy, "new", "median")
+    assert "not written yet: about 9 lines" in lab_in_copy(copy, "check", "median", code=1)
     (copy / "labs/work/median.py").write_text(ANSWERS["mean"])
-    assert "passed. The project's own is" in in_copy(copy, "check", "median")
+    assert "passed. The project's own is" in lab_in_copy(copy, "check", "median")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import needs_2_13, step_of, succeed
 from plain import plain_model
+from test_chat import BYTES
 from test_finetune import factors, flags, same_run
 from test_formats import our_model, saved
 from workers.train_cases import build
@@ -27,9 +28,7 @@ from plumbing.parser import parse
 from plumbing.processes import Process
 from techniques import nf4
 from techniques.nf4 import BLOCK, dequantized, quantized, refuses, rounded
-from text.tokenizer import load_tokenizer
 
-BYTES = load_tokenizer("bytes")
 # Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.
 CONFIG = LlamaConfig(128, 2, 4, 2, 256, vocab_size=267, max_seq_len=256)
 FLAGS = dict(steps=4, base_bits=4, dora=True, save_every=2, keep=0, rank=4, lr=0.01)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, like, needs_2_13, slow, slow_after, step_of
+from conftest import ROOT, json_lines, like, needs_2_13, slow, slow_after, step_of
 from exact import parallel_config
 
 from config import ParallelConfig, Work
@@ -51,7 +51,7 @@ ADAPTERS = {
 }
 COUNTED = ROOT / "tests/counted.jsonl"
 LIMITS = (0.02, 0.05, 0.10, 0.15, 0.40)
-ROWS = [json.loads(line) for line in COUNTED.read_text().splitlines()]
+ROWS = json_lines(COUNTED)
 
 
 @functools.cache
