@@ -1,20 +1,21 @@
-"""labs/race.py: an entry and the project in turns, and a verdict with its noise."""
+"""labs/race.py: an entry and the project in turns, and a verdict with its noise.
+
+A race of the project against itself has the gain 0; verdicts are those of sums that are given."""
 
 import os
 import signal
 import subprocess
 import threading
-import time
 from argparse import Namespace
 from random import Random
 
 import pytest
-from conftest import CHANGES, changed_copy, succeed, wait_for_lines
+from conftest import CHANGES, changed_copy, wait_for_lines
+from test_endings import gone_in_time
 
 from labs import race
 from labs.machinery.launch import launch
 from labs.race import Result, verdict
-from plumbing.new_files import is_running
 
 TINY = "--steps 3 --warmup 1 --batch 2 --seq-len 16 --dim 16 --ffn-dim 16 --n-layers 1 --n-heads 2"
 
@@ -44,18 +45,10 @@ def test_an_entry_without_effect_seldom_wins():
 
 
 @pytest.mark.slow
-def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(text):
-    given = [f"--base={TINY} --data={text} --tokenizer=bytes", "--rounds=1"]
-    flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
-    changed = succeed("labs/race.py", CHANGES / "sqrt.patch", flags, *given)
-    assert "run 1 of 2: the entry, seed 0:" in changed.err and "after 2 steps" in changed.err
-    assert " 0.0000" not in changed.out
-
-
-@pytest.mark.slow
 def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeypatch):
-    """New files too, and a patch is for the last commit, whatever has changed since. The seed is
-    the same for both, so without a change that matters there is no gain."""
+    """New files too, and a patch is for the last commit, whatever has changed since. An entry's
+    flags change neither its seed nor how it is scored, so without a change that matters there is no
+    gain."""
     project = tmp_path / "project"
     changed_copy(project)
     commit = "git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1"
@@ -70,6 +63,8 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     changed_copy(project, edits=edits, file="train")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "sqrt.patch"
+    flags = "--seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
+    given["flags"] = flags.split()
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
 
@@ -87,10 +82,7 @@ def test_sigterm_ends_a_run_and_its_ranks(tmp_path):
     threading.Thread(target=end_this_process).start()
     with pytest.raises(KeyboardInterrupt):
         launch(tmp_path, ["hangs.py"], 1, timeout=120)
-    deadline = time.monotonic() + 60
-    while is_running(int(pid.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert gone_in_time(int(pid.read_text()), 60)
 
 
 def test_a_patch_is_applied_within_another_repository(tmp_path):
