@@ -6,6 +6,7 @@ Gradients on every split are compared with the formula in test_exact.py."""
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,15 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import launch, metrics, refused, succeed
-from test_finetune import BYTES, CONFIG, last_factors, same_run
-from test_formats import our_model, stored
-from test_train import as_flags, flip, resumes, same_metrics
+from test_finetune import CONFIG, command_of, last_factors, same_run, write_model
+from test_train import flip, resumes, same_metrics
 
 import techniques.chunked_loss as chunked_loss
 from config import ParallelConfig, Work
 from costs.page import holds
 from distill import Distillation, Distilling
-from files.conversion import write_checkpoint
 from files.loading import load_pretrained
 from model import IGNORE, Vocabulary
 from perf.instruments import build_on_meta
@@ -127,17 +126,6 @@ def test_an_exam_gets_cross_entropies():
 # ------------------------------------------------------------------------------------------ runs
 
 
-def write_model(path: Path, config, seed: int, tokenizer=BYTES, change=lambda p: p) -> None:
-    """Write a model some of whose answers end."""
-    model = our_model(config, torch.float64, seed=seed, factor=2, norms=(1, 1))
-    with torch.no_grad():
-        model.output.weight[tokenizer.stop[0]] *= 4
-        for name, parameter in model.named_parameters():
-            if name.startswith("layers.") and parameter.ndim == 2:
-                parameter.copy_(change(parameter))
-    write_checkpoint(path, config, stored(model), tokenizer)
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory, sums) -> dict:
     """Flags of a short run on answers that are given."""
@@ -168,8 +156,7 @@ def on_policy(given: dict) -> dict:
     return given | dict(on_policy=True, data=prompts, max_new_tokens=6)
 
 
-def command(given: dict, out, **more) -> list:
-    return ["distill.py", *as_flags(given | dict(out=out) | more)]
+command = partial(command_of, "distill.py")
 
 
 def same_measures(ours: Path, theirs: Path) -> None:

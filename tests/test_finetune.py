@@ -40,6 +40,24 @@ def base(tmp_path_factory) -> Path:
     return path
 
 
+def write_model(
+    path: Path, config, seed=5, tokenizer=BYTES, norms=(1, 1), change=lambda p: p
+) -> None:
+    """Write a model some of whose answers end."""
+    model = our_model(config, torch.float64, seed=seed, factor=2, norms=norms)
+    with torch.no_grad():
+        model.output.weight[tokenizer.stop[0]] *= 4
+        for name, parameter in model.named_parameters():
+            if name.startswith("layers.") and parameter.ndim == 2:
+                parameter.copy_(change(parameter))
+    write_checkpoint(path, config, stored(model), tokenizer)
+
+
+def command_of(script: str, given: dict, out: Path, **more) -> list[str]:
+    """Return the command of a run with the flags that are `given`, and more."""
+    return [script, *as_flags(given | dict(out=out) | more)]
+
+
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
     """Return the flags of a short run in float64, without evaluation."""
     given = dict(init=base_dir, data=samples, out=out, steps=steps)

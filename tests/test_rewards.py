@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -25,9 +26,17 @@ from conftest import (
     with_fault,
 )
 from test_chat import BYTES
-from test_finetune import CONFIG, base, flags, last_factors, same_run  # noqa: F401
+from test_finetune import (  # noqa: F401
+    CONFIG,
+    base,
+    command_of,
+    flags,
+    last_factors,
+    same_run,
+    write_model,
+)
 from test_formats import our_model, stored
-from test_train import as_flags, resumes, same_losses
+from test_train import resumes, same_losses
 
 from checkpoint import load_pretrained
 from files.conversion import write_checkpoint
@@ -45,10 +54,7 @@ from text.batch import Batch
 def given(tmp_path_factory):
     """Flags of a short run: of a model some of whose answers end, and a reward of their text."""
     path = tmp_path_factory.mktemp("given")
-    model = our_model(CONFIG, torch.float64, seed=5, factor=2, norms=(1, 1))
-    with torch.no_grad():
-        model.output.weight[BYTES.stop[0]] *= 4
-    write_checkpoint(path / "base", CONFIG, stored(model), BYTES)
+    write_model(path / "base", CONFIG)
     lines = [json.dumps(dict(prompt=f"{i}?", truth=str(i))) for i in range(9)]
     (path / "prompts.jsonl").write_text("\n".join(lines))
     (path / "reward.py").write_text(
@@ -73,10 +79,7 @@ def given(tmp_path_factory):
     )
 
 
-def command(given: dict, out, **more) -> list:
-    return ["rewards.py", *as_flags(given | dict(out=out) | more)]
-
-
+command = partial(command_of, "rewards.py")
 CHOOSES_ANEW = "self.replays = self.world.parallel.tp == 1", "self.replays = False"
 SEVERAL = dict(updates=2, group=4, normalize="std", lr=1e-2)
 
@@ -206,11 +209,8 @@ def given_experts(given, tmp_path_factory):
     latents |= dict(q_rank=16, kv_rank=16, rope_dim=4, value_dim=8)
     for family, of_family in (("mixtral", {}), ("deepseek_v3", latents)):
         sizes = dict(asdict(CONFIG), n_layers=3, tie_embeddings=False, **of_family)
-        model = our_model(families()[family].config(**sizes), torch.float64, seed=5, factor=2)
-        with torch.no_grad():
-            model.output.weight[BYTES.stop[0]] *= 4
         path = tmp_path_factory.mktemp(family) / "base"
-        write_checkpoint(path, model.config, stored(model), BYTES)
+        write_model(path, families()[family].config(**sizes), norms=(0.5, 2))
         found[family] = given | dict(init=path, max_new_tokens=9)
     return found
 
