@@ -364,6 +364,14 @@ def change_json(path: Path, changes: dict) -> None:
     path.write_text(json.dumps(content | changes))
 
 
+def hf_config_of(directory: Path, fields: dict):
+    """Return what we read of a config.json with these fields, written to a directory."""
+    from files.formats import hf_config
+
+    (directory / "config.json").write_text(json.dumps(fields))
+    return hf_config(directory)
+
+
 def error_lines(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("error: ")]
 

@@ -1,7 +1,7 @@
 """Train cases. Arguments: a JSON file of cases, and a file for the results.
 
 A case has "parallel" (fields of ParallelConfig), "config" (see config_of) and "packed"; it may
-have "microbatch", "seq" (tokens of a row), "dtype", "steps", "generate", "backend" of
+have "microbatch", "seq" (tokens of a row), "steps", "generate", "backend" of
 torch.compile, "own_loss", and "lora" (fields of LoRA, and base_bits), with which the learning rate
 is a tenth. "objective" is a loss of preferences.py, which then trains on rows of pairs, or
 "rewards", for answers with advantages, or one of DISTILLED, a divergence of distill.py. With
@@ -284,8 +284,7 @@ def initialize(model: Llama) -> None:
 
 def train(process, case: dict) -> dict:
     """Train one case and return what the tests compare."""
-    dtype = getattr(torch, case.get("dtype", "float64"))
-    world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
+    world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=torch.float64))
     model = build(case["config"], case.get("lora"))
     share = BATCH // world.parallel.data_size
     seq = case.get("seq", SEQ)
