@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: in each configuration of the arguments, silenced collectives do
+"""Run on two ranks: in each configuration of the arguments, silenced collectives do
 nothing, and training with silenced passes between the steps gives the same weights as without."""
 
 import sys
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from config import ParallelConfig, Work
 from model import LlamaConfig
+from models.mixtral import MixtralConfig
 from parallel import World, with_mesh
 from perf.instruments import build_on_meta, make_step, silenced
 from perf.step import dims_of, stamped_step
@@ -22,6 +23,7 @@ CONFIGS = {
     "fsdp": ParallelConfig(dp="fsdp", shard=2, checkpointing="full"),
     "reshard none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
     "tp": ParallelConfig(tp=2),
+    "ep": ParallelConfig(dp="fsdp", shard=2, ep=2),
 }
 
 
@@ -30,7 +32,8 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     torch.manual_seed(world.data_rank)
     tokens = torch.randint(101, (2, 17))
     batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
-    model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
+    kind = MixtralConfig if world.parallel.ep > 1 else LlamaConfig
+    model = build_on_meta(kind(32, 2, 4, 2, 48, vocab_size=101))
     training = make_step(Work(model, world.parallel, 4, 1, 16), world, batch)
     for _ in range(3):
         training()
@@ -43,13 +46,14 @@ def main():
     process = init_distributed()
     for name in sys.argv[1:]:
         world = with_mesh(process, CONFIGS[name])
-        (dim,) = dims_of(world)
-        one, group = torch.ones(1), world.mesh.get_group(dim)
-        with silenced(torch.nn.Identity(), world, [dim]):
+        for dim in dims_of(world):
+            one = torch.ones(1)
+            group = world.own_groups.get(dim) or world.mesh.get_group(dim)
+            with silenced(torch.nn.Identity(), world, [dim]):
+                dist.all_reduce(one, group=group)
+            assert one.item() == 1
             dist.all_reduce(one, group=group)
-        assert one.item() == 1
-        dist.all_reduce(one, group=group)
-        assert one.item() == 2
+            assert one.item() == 2
         for ours, expected in zip(train(world, True), train(world, False), strict=True):
             assert torch.equal(ours, expected), name
 
