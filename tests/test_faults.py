@@ -215,6 +215,6 @@ def test_faults_are_found(tmp_path, file, old, new):
 
 @pytest.mark.slow
 def test_the_fast_cases_find_most_faults():
-    if len(found_fast) < len(ALL):
-        pytest.skip("needs the test of each fault, before this one")
-    assert sum(found_fast) >= 0.9 * len(ALL)
+    if len(found_fast) < 15:
+        pytest.skip("needs the tests of some faults, before this one")
+    assert sum(found_fast) >= 0.9 * len(found_fast)
