@@ -1,5 +1,7 @@
 """techniques/experts.py and techniques/expert_parallel.py: runs, costs, and the balance of experts.
 
+The references are one process without a split, and copies of rows.
+
 Splits are compared in test_exact.py, models of transformers in test_model.py, files in
 test_formats.py."""
 
@@ -46,15 +48,19 @@ class CountTopK(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("kind", ["none", "products", "selective"])
-def test_a_recomputation_does_not_choose_again(kind):
-    """Compiled, it might round scores otherwise, and take other experts."""
+CHOICES = {"none": 1, "products": 1, "selective": 1, "full": 2}  # in a step, by checkpointing
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_how_often_experts_are_chosen(kind):
+    """A second time only where all is computed again: compiled, that might round scores otherwise,
+    and take other experts."""
     model = SMALL.build()
     recompute_and_compile(model, kind, compile=False)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     with CountTopK() as counted:
         model(tokens, tokens).backward()
-    assert counted.times == SMALL.n_layers
+    assert counted.times == SMALL.n_layers * CHOICES[kind]
 
 
 def test_padding_is_no_token_of_the_balance():
