@@ -17,7 +17,7 @@ from config import ParallelConfig
 from costs.shapes import flops_per_token, peak_flops
 from files.formats import HF_NAMES, hf_name, to_hf_rows
 from model import IGNORE, Llama, LlamaConfig, Vocabulary, sum_of_losses
-from models.family import family_of, find_preset
+from models.family import family_of, find_preset, presets
 from perf.instruments import build_on_meta
 from techniques import chunked_loss as chunked_loss_py
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
@@ -49,6 +49,7 @@ CONFIGS = {
                           tie_embeddings=True, rope_scaling=8.0, rope_theta=1e6),
 }  # fmt: skip
 PUBLISHED_SIZES = {
+    "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
     "llama3.1-8b": 8_030_261_248,
@@ -86,6 +87,9 @@ def test_published_models_have_their_published_size():
     for name, size in PUBLISHED_SIZES.items():
         model = build_on_meta(find_preset(name))
         assert sum(p.numel() for p in model.parameters()) == size
+    for_lessons = presets().keys() - PUBLISHED_SIZES.keys()
+    others = {name for name in for_lessons if not name.startswith("tiny")}
+    assert others == {"small", "medium", "base"}
 
 
 @pytest.mark.parametrize("name, length, scaling", [
