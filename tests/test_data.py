@@ -187,9 +187,10 @@ def test_compressed_files_and_arrays_are_read_as_their_text(tmp_path):
     assert [piece.text for piece in bodies] == [record["body"] for record in records]
 
 
-def test_the_split_does_not_depend_on_the_directory(tmp_path, monkeypatch):
+def test_the_split_does_not_depend_on_where_a_directory_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert document_name(Path("a.jsonl")) == document_name(tmp_path / "a.jsonl")
+    for path in (Path("x/a.jsonl"), tmp_path / "x/a.jsonl", tmp_path / "y/x/a.jsonl"):
+        assert document_name(path) == "x/a.jsonl"
 
 
 def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, capsys):
