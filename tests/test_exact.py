@@ -1,10 +1,10 @@
 """Every split computes what one process does, to 1e-12 (Muon: 1e-10), and sends as predicted.
 
-The reference is plain.py. Cases are chosen by pairwise testing: any two values of two OPTIONS occur
-together in some case, unless the project refuses them together. The fast tests take QUICK: cases of
-a short draw that add most pairs and compute little. `-m slow` takes all cases of a long draw too,
-compiled ones among them, and some that are new each day. What rounds is compared with our own step
-on one process."""
+The reference is plain.py. Cases are chosen by pairwise testing: any two values of two OPTIONS that
+a long random walk meets occur together in some case; PAIRS counts them. The fast tests take QUICK:
+cases of a short draw that add most pairs and compute little. `-m slow` takes all cases of a long
+draw too, compiled ones among them, and some that are new each day. What rounds is compared with our
+own step on one process."""
 
 import functools
 import itertools
@@ -192,7 +192,8 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 # never, gradients of several DDP buckets and another loss.
 TIED = PLAIN | dict(dp="fsdp", tp=2, tied=True, generate=True)
 BIASED = PLAIN | dict(tp=2, async_tp=True, family="qwen2", microbatch=4)
-NORMED = PLAIN | dict(tp=2, checkpointing="full", family="olmo2", microbatch=4, generate=True)
+NORMED_CASE = PLAIN | dict(tp=2, checkpointing="full", family="olmo2", microbatch=4)
+NORMED_CASE |= dict(generate=True)
 WINDOWED = PLAIN | dict(dp="fsdp", cp=2, family="olmo3", packed=True)
 # Without experts --ep is refused, so that few draws have it.
 EP = PLAIN | dict(dp="fsdp", ep=2, family="mixtral")
@@ -207,9 +208,14 @@ EP_4 = [
 ]
 LATENTS = EP | dict(family="deepseek_v3", tp=2)
 LATENTS_2 = LATENTS | dict(optimizer="muon", packed=True, rope_scaling=8.0, generate=True)
-QUICK = named(1, DRAWN[1])
-QUICK |= named(2, [*DRAWN[2], BIASED, NORMED, WINDOWED, *EP_2, LATENTS_2])
-QUICK |= named(4, [*DRAWN[4], TIED, *EP_4, LATENTS | dict(pp=2)])
+TAKEN = {  # all these cases by ranks
+    1: DRAWN[1],
+    2: [*DRAWN[2], BIASED, NORMED_CASE, WINDOWED, *EP_2, LATENTS_2],
+    4: [*DRAWN[4], TIED, *EP_4, LATENTS | dict(pp=2)],
+}
+QUICK = {}
+for ranks, drawn in TAKEN.items():
+    QUICK |= named(ranks, drawn)
 WIDE = ODD | dict(dim=240, ffn_dim=1400)
 QUICK["2 ranks: several buckets"] = 2, make_case(2, PLAIN) | dict(config=WIDE)
 for ranks in (1, 2):
@@ -328,6 +334,30 @@ def assert_result(ranks: int, given: dict, result: dict, references: dict) -> No
     if reference:
         reference = references[str(reference)]
     assert_case(result, given, ranks, reference)
+
+
+# What only slow cases have, since it takes long.
+SLOW_VALUES = {"compile": {True}, "tp": {4}, "pp": {4}, "reshard": {"adapters"}}
+SLOW_VALUES |= {"offload_activations": {True}, "adapters": {"w2", "latents", "latents, dora"}}
+# ranks -> how many pairs of values occur together in some case. They may only rise.
+PAIRS = {1: 1670, 2: 2049, 4: 2296}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fast_cases_have_every_value_of_an_option(option):
+    of_objectives = [dict(adapters=adapters) | values for *_, adapters, values in OBJECTIVES]
+    cases = itertools.chain(of_objectives, *TAKEN.values())
+    taken = {case[option] for case in cases if option in case}
+    assert {*OPTIONS[option]} - taken == SLOW_VALUES.get(option, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", FAST)
+def test_pairs_of_values_occur_together(ranks):
+    pairs = set()
+    for drawn in (*TAKEN[ranks], *drawn_slowly(ranks)):
+        pairs.update(itertools.combinations(drawn.items(), 2))
+    assert len(pairs) >= PAIRS[ranks]
 
 
 def test_config_names_every_schedule():
