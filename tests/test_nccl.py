@@ -202,7 +202,7 @@ def test_no_rank_gets_stuck(name):
 def test_launches_keep_their_order_with_two_groups_in_a_block(monkeypatch):
     order = "NCCL_LAUNCH_ORDER_IMPLICIT"
     for name, expected in (("ddp", None), ("tp", "1")):
-        monkeypatch.setenv(order, "")
+        monkeypatch.setenv(order, "")  # so that what with_mesh sets is undone at the end
         monkeypatch.delenv(order)
         recorded(0, name)
         assert os.environ.get(order) == expected
@@ -233,6 +233,7 @@ LATE = {
     "async tp": case(FOUR_HEADS, 4, tp=4, async_tp=True),
     "tp": case(GROUPED, 4, dp="fsdp", tp=2, shard=2),
     "cp": case(GROUPED, 4, dp="hsdp", replicate=2, shard=2, cp=2) | dict(seq=24),
+    "ep": case(GROUPED | dict(family="mixtral"), 1, dp="fsdp", shard=4, ep=2),
 }
 FAULTS = [  # a case, a file, a line and its fault, and what is told
     ("pp", "pipeline", "    wait(works)\n            result =", "    result =", "modified inplace"),
