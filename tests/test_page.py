@@ -1,7 +1,8 @@
 """costs/page.py beside counted steps, and costs/seconds.py beside formulas and published steps.
 
-Every two options of a step meet in some counted step. The formulas are worked out by hand; to the
-published steps docs/calibrate.py has fitted the constants.
+Every choice of a flag is in some counted step, but for what NOT_COUNTED names; of experts EXACT has
+steps. The formulas are worked out by hand; to the published steps docs/calibrate.py has fitted the
+constants.
 
 counted.jsonl has steps with their counts: the peak of memory and the payload of each collective.
 `python tests/test_page.py` counts them anew, which takes half an hour."""
@@ -19,7 +20,7 @@ import torch
 from conftest import ROOT, json_lines, like, needs_2_13, slow, slow_after, step_of
 from exact import parallel_config
 
-from config import ParallelConfig, Work
+from config import FLAGS, ParallelConfig, Work
 from costs.machines import COPIES, REACHED, Machine, assumed_machine, link_speed
 from costs.page import Traffic, holds, sends, sent_bytes, total_payload
 from costs.seconds import (
@@ -73,6 +74,18 @@ def work_of(step: dict) -> tuple[Work, int]:
         config = replace(config, n_layers=parallel.pp * parallel.stages_per_rank + 1)
     work = step_of(built(config, lora, bits), parallel, microbatch, microbatches, 256)
     return work, parallel.pp - 1 if stage == "last" else 0
+
+
+NOT_COUNTED = {"products", "ep", "offload", "compile"}
+
+
+def test_counted_steps_have_every_choice_of_a_flag():
+    steps = [row["step"] for row in ROWS]
+    missing = FLAGS.keys() - steps[0].keys() - {"replicate", "shard", "stages_per_rank"}
+    for name in FLAGS.keys() & steps[0].keys():
+        choices = FLAGS[name].metadata["flag"].choices or ()
+        missing |= {*choices} - {step[name] for step in steps} - {"auto"}
+    assert missing == NOT_COUNTED
 
 
 def payload_of(traffic: Traffic) -> dict[str, int]:
@@ -188,7 +201,7 @@ EXACT = {  # a model, and how it is split; all but five are slow tests
 
 
 @pytest.mark.parametrize("name", slow_after(5, EXACT))
-def test_a_plain_llama_sends_exactly_that(name):
+def test_a_step_sends_exactly_what_the_page_says(name):
     """README's table, in two microbatches on the first and on the last stage. A pipeline gets a
     third one, which begins beside gradients, as the page takes for given."""
     config, split, *targets = EXACT[name]
@@ -405,13 +418,15 @@ def seconds_on_h200(name: str, blocks: int, batch: int, microbatch: int, **optio
 
 def test_speeds_on_one_h200():
     """They are within 8 % on average. Without passes over weights experts were 6 to 25 % off."""
-    errors = []
+    errors, of_experts = [], []
     for name, blocks, microbatch, measured, options in H200_STEPS:
         parts = seconds_on_h200(name, blocks, 8, microbatch, **options)
-        errors.append(8 * 4096 / sum(parts.values()) / measured - 1)
-    assert np.mean(np.abs(errors)) <= 0.08
-    of_experts = errors[5:]
-    assert max(map(abs, of_experts)) <= 0.10
+        error = abs(8 * 4096 / sum(parts.values()) / measured - 1)
+        errors.append(error)
+        if "llama" not in name:
+            of_experts.append(error)
+    assert np.mean(errors) <= 0.08
+    assert max(of_experts) <= 0.10
 
 
 def test_passes_over_weights_on_one_h200():
