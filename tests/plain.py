@@ -1,7 +1,7 @@
 """Training in plain PyTorch on one process, in float64: what exact.py compares every split with.
 
-Nothing of parallel.py runs here. Adapters, experts, preferences, rewards and the optimizers are
-written out as formulas."""
+Nothing of parallel.py runs here. Adapters, experts, preferences, rewards and Muon are written out
+as formulas; AdamW is torch's."""
 
 import functools
 import json

@@ -375,7 +375,7 @@ def test_it_computes_what_others_compute(name, within):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion"], indirect=True)
-def test_an_optimizer_updates_the_same_under_every_strategy(name, within, tmp_path):
+def test_an_optimizer_updates_the_same_where_weights_are_sharded(name, within, tmp_path):
     """Lion, which is written here independently of its patch, takes three steps."""
     model, batch = plain_model(GROUPED), batch_of(packed=False)
     named = dict(model.named_parameters())

@@ -241,7 +241,7 @@ def test_packing_puts_every_sample_in_one_row():
         assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
         assert all(0 < sum(lengths[sample] for sample in row) <= seq_len for row in rows)
         assert rows == pack(lengths, seq_len)
-    # Of many samples it fills rows well, in moments.
+    # Of many samples it fills rows well.
     lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
     assert len(pack(lengths, 2048)) < 1.005 * sum(lengths) / 2048
 

@@ -1,4 +1,6 @@
-"""checkpoint.py: saved whole or not at all, complete in itself, resumed on any mesh."""
+"""checkpoint.py: saved whole or not at all, complete in itself, resumed on any mesh.
+
+What a resumed run trains is compared with the run that was not interrupted."""
 
 import json
 import math

@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 CONFIG = LlamaConfig(**GROUPED)
 
 
-def test_all_that_it_does():
-    """The code in docstrings, on rank 0 of two: of the other one collectives know the part."""
+def test_code_in_docstrings_computes_what_pytorch_does():
+    """On rank 0 of two: of the other one collectives know the part."""
     x = torch.randn(3, 4)
     w1 = torch.randn(6, 4)
     w3 = torch.randn(6, 4)

@@ -137,7 +137,7 @@ def same_metrics(ours: list[dict], expected: list[dict]) -> None:
 
 
 def same_losses(ours: list[dict], expected: list[dict]) -> None:
-    """Assert that two runs agree in every bit."""
+    """Assert that losses and gradient norms of two runs agree in every bit."""
     for key in ("step", "loss", "grad_norm"):
         assert [row[key] for row in ours] == [row[key] for row in expected], key
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: DIR WORK..., where WORK is LAYOUT or SOURCE>LAYOUT, or FILE:LAYOUT or
+"""Run on several ranks: DIR WORK..., where WORK is LAYOUT or SOURCE>LAYOUT, or FILE:LAYOUT or
 FILE:SOURCE>LAYOUT for the model of a student's file in tests/changes.
 
 LAYOUT trains four steps and saves DIR/LAYOUT after the second. SOURCE>LAYOUT resumes DIR/SOURCE in

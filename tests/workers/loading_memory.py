@@ -1,4 +1,4 @@
-"""Run by torchrun: load each directory of the arguments into a model sharded by FSDP.
+"""Run on several ranks: load each directory of the arguments into a model sharded by FSDP.
 
 Prints by how many bytes the memory of rank 0 grew beyond its shard, and the bytes of the weights.
 Pages of mapped files are not counted, since the operating system can take them back at any time.
