@@ -222,6 +222,7 @@ def tolist(tensor: torch.Tensor) -> list:
 # ------------------------------------------------------------------------------------ the cases
 
 pretend()
+from models.mixtral import MixtralConfig
 from models.qwen3 import Qwen3Config
 from plumbing import devices
 
@@ -248,8 +249,9 @@ ADAPTERS, DORA = LoRA(8), LoRA(8, dora=True)
 CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of take_step
     "float32": dict(dtype=torch.float32),
     "float32 packed": dict(dtype=torch.float32, packed=True),
-    "qk norm": dict(qk_norm=True),
-    "packed": dict(packed=True, qk_norm=True, checkpointing="selective"),
+    "qk norm": dict(kind=Qwen3Config),
+    "packed": dict(packed=True, kind=Qwen3Config, checkpointing="selective"),
+    "experts": dict(kind=MixtralConfig, packed=True),
     "muon": dict(optimizer="muon"),
     "full offloaded": dict(checkpointing="full", offload_activations=True, packed=True),
     "fsdp": FSDP | dict(packed=True),
@@ -286,7 +288,7 @@ WRITERS = {  # arguments of write_tokens
 }
 
 
-def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options) -> dict:
+def take_step(lora=None, bits=16, packed=False, rank=0, kind=LlamaConfig, **options) -> dict:
     """Take two training steps with these fields of ParallelConfig. Return the waits of the second's
     forward and backward, and of its update, the kernels of attention, and the dtypes."""
     parallel = ParallelConfig(**dict(dtype=LOW) | options)
@@ -295,7 +297,6 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
     world = with_mesh(Process(rank, parallel.size, 0, parallel.size, DEVICE), parallel)
     layers = parallel.pp * parallel.stages_per_rank + 1
-    kind = Qwen3Config if qk_norm else LlamaConfig
     model = build_on_meta(kind(**vars(CONFIG) | dict(n_layers=layers)), lora, base_bits=bits)
     runner = parallelize(model, world, lambda model: None)
     optimizer = make_optimizer(model, world)
@@ -323,7 +324,7 @@ def take_step(lora=None, bits=16, packed=False, rank=0, qk_norm=False, **options
 
 
 def write_tokens(dtype=LOW, bits=16, **sizes) -> dict:
-    """Continue three prompts by 18 tokens. Return the waits after the prompts have been read, how
+    """Continue three prompts by 10 tokens. Return the waits after the prompts have been read, how
     often a step was recorded, the kernels of attention, and the dtypes."""
     config = Qwen3Config(**vars(CONFIG) | sizes)
     model = build_on_meta(config, LoRA(targets=()), base_bits=bits).to(dtype)
@@ -332,8 +333,8 @@ def write_tokens(dtype=LOW, bits=16, **sizes) -> dict:
     cuda_graph.record = lambda step: recorded.append(step) or step
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
     with FAKE, WAITS:
-        trace = Trace(model, 18, len(prompts))
-        tokens = decoding.stream(model, prompts, 18, top_p=0.9, trace=trace)
+        trace = Trace(model, 10, len(prompts))
+        tokens = decoding.stream(model, prompts, 10, top_p=0.9, trace=trace)
         next(tokens)
         WAITS.take()
         WAITS.dtypes.clear()
