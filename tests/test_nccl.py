@@ -4,7 +4,8 @@ wait before what has arrived is used.
 Each rank is emulated alone: torch's fake process group sends nothing. Its collectives and messages
 are recorded in the order in which the host starts them: those that make the communicators, of a
 training step, of an evaluation and of a sample. Then all ranks run them together, each in *one*
-queue over all groups, the strictest order that NCCL could keep. A call ends when all its partners
+queue over all groups, the strictest order that NCCL could keep. Experts are left out, since a rank
+alone does not know what others send it. A call ends when all its partners
 have begun theirs; the messages of a batch are one call. Compiled blocks and streams are not seen.
 """
 
