@@ -63,8 +63,7 @@ def test_what_has_changed_since_the_last_commit_is_raced(text, tmp_path, monkeyp
     changed_copy(project, edits=edits, file="train")
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "sqrt.patch"
-    flags = "--seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
-    given["flags"] = flags.split()
+    given["flags"] = "--seed 5 --eval-every 0 --eval-windows 1 --out elsewhere".split()
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
 

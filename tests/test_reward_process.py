@@ -129,7 +129,10 @@ WRONG = {  # flags, or a file in place of one that a flag names; and what is sai
     "answers": (dict(data='{"prompt": "Hi", "answers": "Ho"}'), "rename the field"),
     "nothing": (dict(reward=""), "has no function reward"),
     "no fields": (
-        dict(reward="def reward(prompt, answer):\n    return 1", data='{"prompt": "a", "x": 1}'),
+        dict(  # of nine lines not all are held out, whatever their file is called
+            reward="def reward(prompt, answer):\n    return 1",
+            data='{"prompt": "a", "x": 1}\n' * 9,
+        ),
         "write reward(prompt, answer, **fields)",
     ),
     "no text": (dict(data='{"prompt": 3}'), '"prompt" is 3'),
