@@ -3,7 +3,6 @@ one process. Teachers that do not fit are refused.
 
 Gradients on every split are compared with the formula in test_exact.py."""
 
-import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import launch, metrics, refused, succeed
-from test_finetune import CONFIG, command_of, last_factors, same_run, write_model
+from test_chat import write
+from test_finetune import CONFIG, SHORT, command_of, last_factors, same_run, write_model
 from test_train import flip, resumes, same_metrics
 
 import techniques.chunked_loss as chunked_loss
@@ -132,22 +132,8 @@ def given(tmp_path_factory, sums) -> dict:
     path = tmp_path_factory.mktemp("given")
     write_model(path / "student", CONFIG, seed=5)
     write_model(path / "teacher", LARGER, seed=6)
-    lines = [json.dumps(dict(prompt=f"{i}?")) for i in range(9)]
-    (path / "prompts.jsonl").write_text("\n".join(lines))
-    return dict(
-        init=path / "student",
-        teacher=path / "teacher",
-        data=sums,
-        steps=4,
-        batch=8,
-        lr=1e-2,
-        warmup=2,
-        save_every=2,
-        keep=0,
-        eval_every=2,
-        dtype="float64",
-        seq_len=96,
-    )
+    write(path / "prompts.jsonl", *[dict(prompt=f"{i}?") for i in range(9)])
+    return SHORT | dict(init=path / "student", teacher=path / "teacher", data=sums, lr=1e-2)
 
 
 def on_policy(given: dict) -> dict:

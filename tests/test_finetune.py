@@ -53,6 +53,11 @@ def write_model(
     write_checkpoint(path, config, stored(model), tokenizer)
 
 
+SHORT = dict(
+    steps=4, batch=8, warmup=2, save_every=2, keep=0, eval_every=2, dtype="float64", seq_len=96
+)
+
+
 def command_of(script: str, given: dict, out: Path, **more) -> list[str]:
     """Return the command of a run with the flags that are `given`, and more."""
     return [script, *as_flags(given | dict(out=out) | more)]

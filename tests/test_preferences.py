@@ -158,9 +158,7 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     config = LlamaConfig(**GROUPED)
     model = plain_model(GROUPED, lora)
     old = packed_pairs()
-    samples = []
-    for ids, on in old.samples:
-        samples.append(([*ids, 100], [*on, True]))  # the end token
+    samples = [([*ids, 100], [*on, True]) for ids, on in old.samples]  # the end token
     for chosen, rejected in zip(samples[::2], samples[1::2]):  # one prompt
         prompt = chosen[1].index(True)
         rejected[0][:prompt] = chosen[0][:prompt]
@@ -168,8 +166,7 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     job = SimpleNamespace(model=model)
     work = SimpleNamespace(microbatch=3)
     task = Preferences(Preferring(beta=BETA), job, None, work, None)
-    rows = [*range(len(data))]
-    batch = task.with_base(data.batch(rows))
+    batch = task.with_base(data.batch(range(len(data))))
     losses = []
     for part in batch.microbatches(3):
         output = model(*part.inputs, documents=part.documents)
@@ -193,11 +190,8 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     rows = []
     for (chosen, on), (rejected, _) in zip(samples[::2], samples[1::2]):
         at = on.index(True)
-        row = {}
-        row["prompt"] = f"{text(chosen[:at])} "
-        row["chosen"] = text(chosen[at:-1])
-        row["rejected"] = text(rejected[at:-1])
-        rows.append(row)
+        answers = dict(chosen=text(chosen[at:-1]), rejected=text(rejected[at:-1]))
+        rows.append(answers | dict(prompt=f"{text(chosen[:at])} "))
     config_of_trainer = trl.DPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,

@@ -25,9 +25,10 @@ from conftest import (
     succeed,
     with_fault,
 )
-from test_chat import BYTES
+from test_chat import BYTES, write
 from test_finetune import (  # noqa: F401
     CONFIG,
+    SHORT,
     base,
     command_of,
     flags,
@@ -55,28 +56,15 @@ def given(tmp_path_factory):
     """Flags of a short run: of a model some of whose answers end, and a reward of their text."""
     path = tmp_path_factory.mktemp("given")
     write_model(path / "base", CONFIG)
-    lines = [json.dumps(dict(prompt=f"{i}?", truth=str(i))) for i in range(9)]
-    (path / "prompts.jsonl").write_text("\n".join(lines))
+    lines = [dict(prompt=f"{i}?", truth=str(i)) for i in range(9)]
+    prompts = write(path / "prompts.jsonl", *lines)
     (path / "reward.py").write_text(
         "def reward(prompt, answer, truth):\n"
         "    assert prompt == truth + '?'\n"
         "    return len(answer) + sum(map(ord, answer)) % 7 / 7\n"
     )
-    return dict(
-        init=path / "base",
-        data=path / "prompts.jsonl",
-        reward=path / "reward.py",
-        steps=4,
-        batch=8,
-        lr=1e-3,
-        warmup=2,
-        save_every=2,
-        keep=0,
-        eval_every=2,
-        dtype="float64",
-        seq_len=96,
-        max_new_tokens=6,
-    )
+    names = dict(init=path / "base", data=prompts, reward=path / "reward.py")
+    return SHORT | names | dict(lr=1e-3, max_new_tokens=6)
 
 
 command = partial(command_of, "rewards.py")
