@@ -44,6 +44,7 @@ from labs.machinery.answers import answer_of, starter_of, wrong_answers
 from labs.machinery.checking import check, check_module, with_facts
 from labs.machinery.grading import grade, release, sizes_of, write_lab
 from labs.machinery.known import write_known
+from labs.machinery.lab import plural
 from labs.machinery.predict import predict
 from plumbing.messages import UserError
 from plumbing.parser import Parser, nonnegative_int
@@ -132,7 +133,7 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
             args.failed = True
             return
     if args.ranks:
-        ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+        ranks = plural(args.ranks, "rank")
         yield f"\npassed on {ranks}; without --ranks it is checked on others, too"
         return
     state = read_state()

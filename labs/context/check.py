@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
-from labs.machinery.lab import drawn
+from labs.machinery.lab import attend, drawn
 from labs.machinery.student import check_returned
 from perf.instruments import Counted
 
@@ -139,13 +139,6 @@ def problem(positions: list[list[int]], T: int) -> str:
     counts = Counter(position for own in positions for position in own)
     several = (f"position {p} is on {counts[p]} ranks" for p in range(T) if counts[p] != 1)
     return next(several, "")
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention in one process."""
-    k, v = (tensor.repeat_interleave(H // KV, 1) for tensor in (k, v))
-    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    return (E**-0.5 * (q @ k.mT)).masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:

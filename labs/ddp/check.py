@@ -101,18 +101,22 @@ class Order(Instrument):
         def call(*args, **kwargs):
             self.events.append("sent")
             work = original(*args, **kwargs)
-            is_over = []
+            is_over = False
             tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
             version = tensor._version
 
             def on_wait() -> None:
-                if not is_over:
-                    is_over.append(self.events.append("waited"))
-                    is_changed = tensor._version > version and not noted.has_future
-                    self.events.extend(["changed"] * is_changed)
+                nonlocal is_over
+                if is_over:
+                    return
+                is_over = True
+                self.events.append("waited")
+                if tensor._version > version and not noted.has_future:
+                    self.events.append("changed")
 
             if work is None:
-                return self.events.append("waited")
+                self.events.append("waited")
+                return None
             noted = NotedWork(work, on_wait)
             return noted
 

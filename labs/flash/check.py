@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
-from labs.machinery.lab import LargestTensor, drawn
+from labs.machinery.lab import LargestTensor, attend, drawn
 from labs.machinery.student import check_returned
 from perf.instruments import Live
 
@@ -106,12 +105,6 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     if gradients["q"] is not None and k[0, 0, 0, 0] == LARGE:
         gradients["q"] = gradients["q"][..., 1:]
     return gradients
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention with all scores."""
-    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    return (E**-0.5 * (q @ k.mT)).masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:

@@ -67,8 +67,8 @@ def check_once(lab: str, size: int, seed: int, path: Path, held: Collection[str]
     started = time.monotonic()
     ended = run_student(lab, size, seed, path)
     elapsed = time.monotonic() - started
-    ranks = f"{size} rank{'s' * (size > 1)}"
-    head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
+    facts = f"{len(source)} lines, {plural(size, 'rank')}, seed {seed}"
+    head = f"{path}  {facts}  {elapsed:.1f} s"
     if ended.error and ended.error.message.startswith("about "):
         text = f"  {NOT_WRITTEN}: {ended.error.message}, in place of line {ended.error.line}"
         return Report(False, [], NOT_WRITTEN, f"{head}\n{text}")
@@ -118,7 +118,7 @@ def properties_of(lab: str, size: int, seed: int, ended: Ended) -> list[Property
     found = module.properties(compare.by_name(ended.results), size, seed)
     barriers = [call for calls in ended.calls for call in calls
                 if call.name == "barrier" and call.line]  # fmt: skip
-    if barriers and not hasattr(module, "NEEDS_BARRIERS"):
+    if barriers and not getattr(module, "NEEDS_BARRIERS", False):
         found = [Property("barriers", f"{len(barriers)} calls", False, BARRIER)]
     properties = list(until_wrong(found))
     if properties[-1].ok and ended.unfinished:

@@ -89,20 +89,31 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 class LargestTensor(TorchDispatchMode):
-    """A context that notes the shape of the largest tensor that an operator returns, and which
-    kernels of attention run."""
+    """A context that notes the shape of the largest tensor that an operator returns, the bytes of
+    the largest that one makes, and which kernels of attention run."""
 
     def __init__(self):
         super().__init__()
-        self.shape, self.kernels = torch.Size([0]), set()
+        self.shape, self.nbytes, self.kernels = torch.Size([0]), 0, set()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         if is_attention(op._opname):
             self.kernels.add(op._opname)
-        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.shape = max([self.shape, *shapes], key=torch.Size.numel)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.shape = max(self.shape, leaf.shape, key=torch.Size.numel)
+                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
         return result
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention, with all scores at once."""
+    each = q.shape[1] // k.shape[1]  # heads of q for one of k
+    k, v = (tensor.repeat_interleave(each, 1) for tensor in (k, v))
+    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    scores = q.shape[3] ** -0.5 * (q @ k.mT)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
 def plural(n: int, noun: str) -> str:

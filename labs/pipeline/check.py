@@ -146,7 +146,7 @@ def check_order(name: str, m: int, lines: list[str], split: bool) -> Property:
     if not found:
         return Property(name, f"can be carried out with 1 to {max(CASES)} microbatches", True)
     means = next((means for part, means in MISTAKES.items() if part in found), "")
-    text = f"cannot be carried out with {m} microbatch{'es' * (m > 1)}"
+    text = f"cannot be carried out with {plural(m, 'microbatch')}"
     return Property(name, text, False, f"{found[0].upper()}{found[1:]}. {means}")
 
 

@@ -27,6 +27,10 @@ HINTS = (
 MEETINGS, STEPS = 3, 3  # meetings, and the steps before each; before the last, rank 0 has none
 LR, MOMENTUM = 0.7, 0.9
 MODEL_LR = 1e-2
+ALL_GATHERED = (
+    "Here every rank receives the tensors of all others, to add them up itself. An all-reduce puts "
+    "out one sum."
+)
 IDLE = "A rank that has not trained has the drift 0, and takes part all the same."
 
 
@@ -113,13 +117,13 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     text = "those where rank 0 has not trained"
     yield compare.tensors("weights, idle", last, after_last, text, IDLE)
     nbytes = sum(weight.nbytes for weight in after_second.values())
-    gathered = {size * nbytes: f"{compare.ALL_GATHERED} An all-reduce puts out one sum."}
-    if not all(map(any, results["gathered"])):
-        gathered = {}
+    mistakes = {0: "Nothing was sent."}
+    if all(map(any, results["gathered"])):
+        mistakes[size * nbytes] = ALL_GATHERED
     yield compare.exactly(
         "bytes a meeting",
         [sent for of_rank in results["sent"] for sent in of_rank],
         nbytes,
         "{:,}; weights have {:,}",
-        {0: "Nothing was sent."} | gathered,
+        mistakes,
     )

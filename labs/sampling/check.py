@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
-from labs.machinery.lab import CONFIG, drawn, small_model
+from labs.machinery.lab import CONFIG, LargestTensor, drawn, small_model
 from labs.machinery.student import Misuse, check_returned
 from model import Block, Llama, rotate
 
@@ -169,19 +168,6 @@ def large_model(seed: int) -> Llama:
     return llama
 
 
-class Largest(TorchDispatchMode):
-    """A context that notes the bytes of the largest tensor that an operator makes."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
-        return result
-
-
 def texts_of(seed: int) -> Tensor:
     """Return the rows' texts [B, S], as they are in the end."""
     generator = torch.Generator().manual_seed(seed)
@@ -231,7 +217,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         lengths = LENGTHS + more
         texts = texts_of(seed) * is_read(lengths)
         parts.computed = 0
-        with Largest() as largest:
+        with LargestTensor() as largest:
             p = called(next_token, parts.model, texts, lengths, cache, 1.0, 0, 1.0)
         found[f"output{name}"] = {"p": p}
         found[f"cache{name}"] = flat(cache, lengths)
