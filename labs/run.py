@@ -46,6 +46,7 @@ from labs.machinery.grading import grade, release, sizes_of, write_lab
 from labs.machinery.known import write_known
 from labs.machinery.lab import plural
 from labs.machinery.predict import predict
+from perf.instruments import check_writable
 from plumbing.messages import UserError
 from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import run
@@ -120,6 +121,10 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     """Check on several numbers of ranks, or on --ranks, until one case fails."""
     module = check_of(args.lab)
     sizes = sizes_of(args.lab, args.ranks)
+    if args.ranks not in (None, *sizes):
+        wanted = ", ".join(map(str, module.SIZES))
+        raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {wanted}")
+    check_writable("--plot", args.plot)
     if args.plot and not hasattr(module, "drawing"):
         raise UserError(f"--plot: {args.lab} has no time line; pipeline has")
     path = file_of(args)
@@ -142,17 +147,20 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
         write_state(state)
     file, function = module.LEADS_TO
     yield f"\npassed. The project's own is `{function}` in {file}."
-    yield f"why it is so: python labs/run.py why {args.lab}"
+    if (LABS / args.lab / "answer.py").exists():  # a copy for a class has none
+        yield f"why it is so: python labs/run.py why {args.lab}"
     if args.lab == "ddp":
         yield "in training:  torchrun --nproc-per-node 2 labs/train.py --out out/own-ddp"
 
 
 def watch_lab(args: argparse.Namespace) -> Iterator[str]:
     """Check again whenever the file's time changes, which is polled."""
+    path = file_of(args)
     seen = None
     while True:
-        if (changed := file_of(args).stat().st_mtime_ns) != seen:
-            seen = changed
+        # While an editor saves, the file may not be there for a moment.
+        if path.exists() and path.stat().st_mtime_ns != seen:
+            seen = path.stat().st_mtime_ns
             yield from check_lab(args)
             yield "\nwaiting for a change; Ctrl-C ends"
         time.sleep(0.3)

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
-from labs.machinery.lab import ROWS, batch_of, share_of, small_model, summed_gradients, world_of
+from labs.machinery.lab import (
+    ROWS,
+    batch_of,
+    gradient_of,
+    share_of,
+    small_model,
+    summed_gradients,
+    world_of,
+)
 from labs.machinery.student import check_returned
 from model import IGNORE
 from perf.instruments import Counted, Live
@@ -77,7 +85,7 @@ def share(seed: int, rank: int, size: int) -> Batch:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: gradient_of(p).clone() for name, p in model.named_parameters()}
 
 
 def facts(size: int) -> dict:

@@ -110,14 +110,14 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         out.backward(grad[:, :, positions])
     gradients = dict(zip("qkv", (tensor.grad for tensor in own)))
     more = {}
-    for name in ("again", "large"):
+    for name in MISTAKES:
         is_idle = name == "again" and rank == 0
         if name == "large":
             make_large(*own)
         for tensor in own:
             tensor.grad = None
         again = attention(*own)
-        again.backward(grad[:, :, positions] * (0 if is_idle else 1))
+        again.backward(grad[:, :, positions] * (not is_idle))
         more[name] = {"out": again.detach()} | of_tensors(*own)
     return {
         "positions": of_ranks[rank],

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from labs.machinery import compare
 from labs.machinery.compare import Property
-from labs.machinery.lab import drawn
+from labs.machinery.lab import drawn, gradient_of
 from labs.machinery.student import check_returned
 from perf.instruments import Counted
 from techniques.expert_parallel import AllToAll
@@ -81,10 +81,15 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         with Counted(None) as counted:
             arguments = compute, lambda *x: AllToAll.apply(*x, None), own, rows * 1, counts.clone()
             out = check_returned(exchange(*arguments), Tensor, "results [n, D], a tensor")
+            if out.shape != rows.shape:
+                raise TypeError(
+                    f"your function returned results of shape {list(out.shape)} for rows of shape "
+                    f"{list(rows.shape)}: results go home to their rows"
+                )
             (out * upstream).sum().backward()
-        grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in (rows, own))
         found["output"].append({"results": out.detach()})
-        found["gradients"].append(dict(zip(("rows", "weight"), grads)))
+        gradients = {"rows": gradient_of(rows), "weight": gradient_of(own)}
+        found["gradients"].append(gradients)
         found["sent"] += compare.nbytes_of(counted.sent)
         kinds |= compare.by_kind(counted.sent).keys()
     return found | {"kinds": sorted(kinds)}

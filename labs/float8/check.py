@@ -90,21 +90,23 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             if y.requires_grad:
                 y.backward(grad)
         found["output"] |= {case: y.detach(), f"weight, {case}": weight.detach()}
-        of_x = None if source.grad is None else of_tokens(source.grad, grad)
+        of_x = of_tokens(source.grad, grad)
         found["gradients"] |= {f"x, {case}": of_x, f"weight, {case}": weight.grad}
         found["sent"] = counted.sent
         source.grad = weight.grad = None
         again = float8_linear(source * 1, weight)
         if again.requires_grad:
             again.backward(grad)
-        of_x = None if source.grad is None else of_tokens(source.grad, grad)
+        of_x = of_tokens(source.grad, grad)
         found["again"] |= {case: again.detach(), f"x, {case}": of_x, f"weight, {case}": weight.grad}
     return found
 
 
-def of_tokens(x_grad: Tensor, grad: Tensor) -> Tensor:
+def of_tokens(x_grad: Tensor | None, grad: Tensor) -> Tensor | None:
     """Return the gradient of x in units of the largest number that backward is given for a token,
     since those of tokens have very different sizes."""
+    if x_grad is None:
+        return None
     return x_grad / grad.abs().amax(1, keepdim=True).clamp(min=1e-300)
 
 

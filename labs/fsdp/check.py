@@ -46,6 +46,7 @@ NO_TOKENS = "A rank without tokens still lends its rows, and needs their gradien
 ERRORS = {
     "invalid tensor size": UNEVEN,
     "outputShape": UNEVEN,
+    "shapes cannot be multiplied": "The output has `out` columns: cut off those of padded rows.",
     "returned an invalid gradient": "A gradient has the shape of what it is the gradient of: of "
     "what was padded, give back what was there before.",
 }

@@ -5,7 +5,8 @@ among its ranks, and gathers them from neighbours. Across nodes go only gradient
 and cut to slices. Other arrangements give the same numbers, many times slower.
 
 Read: the pictures in the docstring of `fsdp` in parallel.py, and the documentation of
-torch.distributed.device_mesh.init_device_mesh.
+torch.distributed.device_mesh.init_device_mesh, and of two functions of torch.distributed:
+all_gather_into_tensor and reduce_scatter_tensor.
 """
 
 from collections.abc import Callable

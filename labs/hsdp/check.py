@@ -13,7 +13,7 @@ from perf.instruments import Counted, Live
 
 FUNCTION = "hybrid_sharding"
 ABOUT = "the groups of two nodes, and two reductions"
-NEEDS = "process groups"
+NEEDS = "process groups, `all_gather_into_tensor`, `reduce_scatter_tensor`"
 POINT = "the same numbers, over the wrong link"
 LEADS_TO = "parallel.py", "with_mesh"
 SIZES = 4, 6, 8
@@ -57,12 +57,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         rows = check_returned(shard(weight), Tensor, "the rows of a rank from shard, a tensor")
     del weight  # from here on it lives only if the student keeps it
     kept = live.now
-    gather(rows)
+    check_returned(gather(rows), Tensor, "the whole weight from gather, a tensor")
     rows += 1  # an update
     with Counted(None) as gathered:
         whole = gather(rows)
     with Counted(None) as reduced:
         total = reduce(gradient.clone())
+    check_returned(total, Tensor, "this rank's rows of the sum from reduce, a tensor")
     again = reduce(gradient * (rank > 0))  # as of a rank that has no tokens
     # Which rows this rank has, found by asking shard for rows that name themselves.
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))

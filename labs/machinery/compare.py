@@ -20,6 +20,7 @@ ROUNDED = (
     "Nearly right, as if something was rounded to float32 on the way. All is float64 here, but "
     "torch.full, zeros, ones and tensor make float32 if no dtype is given."
 )
+NOTHING = "Nothing is there: is a return or a backward missing?"
 RANK_0 = "Rank 0 alone has what is right, and every rank needs it."
 # A power of the number of ranks, or a number, that all of it is multiplied by -> the sentence.
 OF_RANKS = {
@@ -33,8 +34,8 @@ OF_RANKS = {
     "averages come one after the other?",
 }
 OTHERWISE = {
-    0: "All of it is 0. Does a detach(), a copy or a call that autograd does not record stand in "
-    "the way?",
+    0: "All of it is 0. Is backward missing? Or does a detach(), a copy or a call that autograd "
+    "does not record stand in the way?",
     -1: "All of it has the wrong sign.",
 }
 BY_TWO = (
@@ -88,6 +89,12 @@ def same(found: object, expected: Tensor | float) -> bool:
     return bool((found - expected).norm() <= TOLERANCE * max(expected.norm(), 1e-300))
 
 
+def are_finite(found: object) -> bool:
+    """Return whether all tensors and numbers in `found` are finite, and none is missing."""
+    leaves = [math.nan if leaf is None else leaf for leaf in tree_leaves(found)]
+    return all(torch.as_tensor(leaf).isfinite().all() for leaf in leaves)
+
+
 def of_ranks(given: Given, name: str, size: int) -> Values:
     given = given if isinstance(given, list) else [given] * size
     return [one if isinstance(one, dict) else {name: one} for one in given]
@@ -127,6 +134,7 @@ def tensors(
     where = f"{key} on rank {rank}"
     if not isinstance(one, Tensor):
         text = f"{where} is {one}"
+        otherwise = NOTHING if one is None else otherwise
     elif one.dtype != other.dtype:
         text = f"{where} is in {one.dtype}, not in {other.dtype}"
     elif one.shape != other.shape:
@@ -204,8 +212,10 @@ def numbers(
 
 def fingerprint(found: object) -> list[float]:
     """Return two numbers that stand for all in `found`: their sum, each with a weight of its own,
-    and the sum of their sizes."""
+    and the sum of their sizes. Where there are no numbers, there is nothing to return."""
     leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor | float | int)]
+    if not leaves:
+        return []
     flat = torch.cat([torch.as_tensor(leaf, dtype=torch.float64).flatten() for leaf in leaves])
     flat = flat.nan_to_num(nan=-1e9, posinf=1e9, neginf=-2e9)
     weights = torch.arange(1, len(flat) + 1, dtype=torch.float64).cos()
@@ -215,9 +225,10 @@ def fingerprint(found: object) -> list[float]:
 def known_sentence(known: Path, size: int, wrong: Property) -> str:
     """Return the sentence of the wrong answer in known.json that gives what was found on `size`
     ranks; "" if none does. Where several do, nothing shows which it is, and all are returned."""
-    if wrong.found is None or not known.exists():
+    numbers = fingerprint(wrong.found)
+    if not numbers or not known.exists():
         return ""
-    ours = size, wrong.name, *fingerprint(wrong.found)
+    ours = size, wrong.name, *numbers
     sentences = [sentence for sentence, of_it in json.loads(known.read_text()).items()
                  if any(is_known(ours, theirs) for theirs in of_it)]  # fmt: skip
     return " Or: ".join(sentences)

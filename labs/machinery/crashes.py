@@ -57,16 +57,16 @@ class Watched:
                 os.close(os.open(path, args[2], 0o666))  # and writes nothing
             self.die()
 
-    def save(self, value: object, file: object, *args, **kwargs) -> None:
+    def save(self, obj: object, f: object, *args, **kwargs) -> None:
         """Stands in place of torch.save, which opens files without Python's knowledge."""
-        name = getattr(file, "name", None) if hasattr(file, "write") else file
+        name = getattr(f, "name", None) if hasattr(f, "write") else f
         if self.active and name and self.is_fatal("writes", Path(name)):
             whole = io.BytesIO()
-            self.original(value, whole)
-            with open(file, "wb") if file is name else file as target:
+            self.original(obj, whole)
+            with open(f, "wb") if f is name else f as target:
                 target.write(whole.getvalue()[: whole.tell() // 2])
             self.die()
-        self.original(value, file, *args, **kwargs)
+        self.original(obj, f, *args, **kwargs)
 
     def is_fatal(self, what: str, path: Path) -> bool:
         """Note a change, and return whether it is the last."""

@@ -5,9 +5,9 @@
     python labs/run.py new NAME                 a copy of mean, to be made into a lab of your own
 
 A submission is checked in a process of its own, with the limits of guard.py, several at a time.
-It has ten times as long as the solution takes here, and its ranks may compute for half of that. On
-each number of ranks it earns a point for each line of the
-check's report, up to the first that does not hold: right numbers earn points with any bytes.
+It has ten times as long as the solution takes here, and a rank may compute for a quarter of that.
+On each number of ranks it earns a point for each line of the check's report, up to the first that
+does not hold: right numbers earn points with any bytes.
 """
 
 import argparse
@@ -134,11 +134,12 @@ def job_of(file: Path, seed: int, ranks: int | None, solved_in: float) -> Job:
 
 
 def sizes_of(lab: str, ranks: int | None) -> tuple[int, ...]:
-    """Return the numbers of ranks to check a lab on. Raises UserError if it cannot have `ranks`."""
+    """Return the numbers of ranks to check a lab on: all that it has, or `ranks` alone, or the
+    fewest if it cannot have so many."""
     sizes = check_module(lab).SIZES
-    if ranks not in (None, *sizes):
-        raise UserError(f"--ranks {ranks}: {lab} is checked on {', '.join(map(str, sizes))}")
-    return (ranks,) if ranks else sizes
+    if ranks is None:
+        return sizes
+    return (ranks,) if ranks in sizes else sizes[:1]
 
 
 def alike_of(submissions: list[tuple[str, Path, int]]) -> list[str]:
@@ -267,7 +268,11 @@ def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=LABS.parent, capture_output=True, text=True)
     if listed.returncode:
         raise UserError(f"{LABS.parent} is no clone of the project's repository: git clone it")
-    for name in listed.stdout.splitlines():
+    names = listed.stdout.splitlines()
+    for lab in starters:
+        if f"labs/{lab}/answer.py" not in names:
+            raise UserError(f"labs/{lab} is not in git: git add it first")
+    for name in names:
         if not SOLVED.match(name) and (LABS.parent / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(LABS.parent / name, target / name)

@@ -54,9 +54,10 @@ def known_mistakes(lab: str, size: int) -> Iterator[tuple[str, str, list[float]]
             if ended.error:  # its sentence is that of the error
                 continue
             last = properties_of(lab, size, KNOWN_SEED, ended)[-1]
-            if last.found is None:
+            numbers = fingerprint(last.found)
+            if not numbers:
                 continue
             sentence = wrong.says
             if with_facts(lab, size, sentence) in last.mistake:  # the check says it, and more
                 sentence = last.mistake
-            yield sentence, last.name, fingerprint(last.found)
+            yield sentence, last.name, numbers

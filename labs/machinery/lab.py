@@ -83,6 +83,11 @@ def summed_gradients(model: Llama, batch: Batch) -> tuple[float, int, dict[str, 
     return loss.item(), count, {name: p.grad.clone() for name, p in named if p.requires_grad}
 
 
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's gradient, zeros where backward gave it none."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
 def norm_of(gradients: dict[str, Tensor]) -> float:
     """Return the norm of all gradients together."""
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()

@@ -44,6 +44,7 @@ all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object 
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
 new_group
 """.split()
+KILLED = "without a result: was it killed, as for memory, or does it call os._exit?"
 ENDS = "wait value result synchronize is_completed is_success block_current_stream".split()
 FUTURES = "get_future", "get_future_result", "then"  # whose end is that of the call, too
 
@@ -123,7 +124,7 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
         if not all(returned):
-            error = RankError(returned.index(False), "Ended", "without a result", None)
+            error = RankError(returned.index(False), "Ended", KILLED, None)
             return Ended(error=error, calls=calls)
         with torch.serialization.safe_globals([*named, LlamaConfig, PosixPath]):
             results, unfinished = zip(*(torch.load(path, weights_only=True) for path in paths))

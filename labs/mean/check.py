@@ -56,7 +56,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             result = average(list(model.parameters()), loss, targets, multiple * norm_of(right))
         what = "the mean loss and the norm, two numbers"
         for name, value in zip(found, check_returned(result, (Tensor | float,) * 2, what)):
-            found[name].append(float(torch.as_tensor(value, dtype=torch.float64).detach()))
+            found[name].append(torch.as_tensor(value, dtype=torch.float64).item())
         found["gradients"].append({name: p.grad for name, p in model.named_parameters()})
     model.zero_grad()
     loss = 0 * model(*batch.inputs)

@@ -135,14 +135,14 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         kept_for_x = live.now - before - product.nbytes
         if out.requires_grad:
             (out**2).sum().backward()
-    gradients = dict(zip(NAMES, (t.grad for t in (x, *factors))))
+    gradients = gradients_of(x, factors)
     for tensor in (x, *factors):
         tensor.grad = None
     again = run(x, factors, products)
     if again.requires_grad:
         (again**2).sum().backward()
     return {
-        "again": {"output": again.detach()} | dict(zip(NAMES, (t.grad for t in (x, *factors)))),
+        "again": {"output": again.detach()} | gradients_of(x, factors),
         "matrix": matrix_of,
         "extremes": extremes,
         "codes": codes_of,
@@ -153,6 +153,10 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "kept": kept,
         "kept for x": kept_for_x,
     }
+
+
+def gradients_of(x: Tensor, factors: list[Tensor]) -> dict[str, Tensor | None]:
+    return dict(zip(NAMES, (tensor.grad for tensor in (x, *factors))))
 
 
 def nearest(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +194,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     (out**2).sum().backward()
     text = "those of the dequantized matrix"
     yield compare.tensors("output", results["output"], out.detach(), text)
-    gradients = dict(zip(NAMES, (t.grad for t in (x, *factors))))
+    gradients = gradients_of(x, factors)
     yield compare.tensors("gradients", results["gradients"], gradients, text)
     wanted = {"output": out.detach()} | gradients
     text = "the same, of the same tensors"

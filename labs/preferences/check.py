@@ -1,13 +1,13 @@
 """The check of labs/preferences."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from labs.machinery import compare
-from labs.machinery.compare import Property, nbytes_of
+from labs.machinery.compare import Property, are_finite, nbytes_of
+from labs.machinery.lab import gradient_of
 from labs.machinery.student import check_returned
 from perf.instruments import Counted
 
@@ -79,11 +79,10 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         with Counted(None) as counted:
             loss = prefer(microbatches, BETA)
         check_returned(loss, Tensor | float, "the mean loss, a number")
-        losses[case] = float(torch.as_tensor(loss, dtype=torch.float64).detach())
-        gradients[case] = {
-            f"gradient of microbatch {i}": m[0].grad for i, m in enumerate(microbatches)
-        }
-        for log_p, *_ in microbatches:
+        losses[case] = torch.as_tensor(loss, dtype=torch.float64).item()
+        gradients[case] = {}
+        for i, (log_p, *_) in enumerate(microbatches):
+            gradients[case][f"gradient of microbatch {i}"] = gradient_of(log_p)
             log_p.grad = None
     return {"losses": losses, "gradients": gradients, "sent": counted.sent}
 
@@ -104,8 +103,9 @@ def by_formula(seed: int, size: int, case: str) -> tuple[float, list[dict[str, T
     loss.backward()
     gradients = []
     for share in shares:
-        of_rank = [torch.zeros_like(m[0]) if m[0].grad is None else m[0].grad for m in share]
-        gradients.append({f"gradient of microbatch {i}": g for i, g in enumerate(of_rank)})
+        gradients.append(
+            {f"gradient of microbatch {i}": gradient_of(m[0]) for i, m in enumerate(share)}
+        )
     return loss.item(), gradients
 
 
@@ -122,7 +122,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         loss, expected = by_formula(seed, size, case)
         gradients = [of_rank[case] for of_rank in results["gradients"]]
         losses = [of_rank[case] for of_rank in results["losses"]]
-        is_finite = all(map(math.isfinite, losses)) and are_finite(gradients)
+        is_finite = are_finite([losses, gradients])
         mistake = "" if is_finite and case in (EMPTY, FAR_APART) else mistakes[case]
         reference = "those of the mean loss"
         yield compare.tensors(f"gradients{case}", gradients, expected, reference, mistake)
@@ -130,8 +130,3 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     most = max(map(nbytes_of, results["sent"]))
     text = f"{most:,}; two numbers are 16"
     yield Property("bytes", text, most <= 16, "Ranks need each other's sum and count, not more.")
-
-
-def are_finite(gradients: list[dict[str, Tensor]]) -> bool:
-    tensors = [tensor for of_rank in gradients for tensor in of_rank.values()]
-    return all(isinstance(tensor, Tensor) and bool(tensor.isfinite().all()) for tensor in tensors)

@@ -31,6 +31,7 @@ ALL_GATHERED = (
     "Here every rank receives the tensors of all others, to add them up itself. An all-reduce puts "
     "out one sum."
 )
+COPY = "the outer copy, a tensor for each of the weights"
 IDLE = "A rank that has not trained has the drift 0, and takes part all the same."
 
 
@@ -74,10 +75,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         moments = alone.moments()
         with Counted(world) as counted:
             result = outer_step(weights, [*outer], [*momenta], LR, MOMENTUM, alone.optimizer)
-        check_returned(result, list, "the outer copy, a list")
+        check_returned(result, list, f"{COPY}, in a list")
+        if len(result) != len(weights):
+            counts = f"{len(result)} tensors, and should return {len(weights)}"
+            raise TypeError(f"your function returned {counts}: {COPY}")
         found["weights"].append(alone.weights())
         copies = [copy.clone() for copy in result]
-        found["outer"].append(dict(zip(alone.weights(), copies, strict=True)))
+        found["outer"].append(dict(zip(alone.weights(), copies)))
         found["changed"].append(not all(map(torch.equal, moments, alone.moments())))
         found["sent"].append(compare.nbytes_of(counted.sent))
         found["gathered"].append("all-gather" in compare.by_kind(counted.sent))

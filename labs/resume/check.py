@@ -176,7 +176,8 @@ def written_twice(changes: list[list[str]]) -> str:
     """Return a file that several ranks write, or ""."""
     writers = Counter()
     for of_rank in changes:
-        writers.update({change.split()[1] for change in of_rank if change.startswith(WRITES)})
+        written = [change for change in of_rank if change.startswith(WRITES)]
+        writers.update({change.partition(" ")[2] for change in written})
     return next((name for name, ranks in writers.items() if ranks > 1), "")
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from labs.machinery import compare
-from labs.machinery.compare import Property, nbytes_of
+from labs.machinery.compare import Property, are_finite, nbytes_of
+from labs.machinery.lab import gradient_of
 from labs.machinery.student import check_returned
 from perf.instruments import Counted
 
@@ -129,17 +130,13 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             loss = improve(given, N_GROUPS, END, LOW, HIGH, normalize, EPSILON)
         sent.append(nbytes_of(counted.sent))
         check_returned(loss, Tensor | float, "the loss, a number")
-        losses[case] = float(torch.as_tensor(loss, dtype=torch.float64).detach())
+        losses[case] = torch.as_tensor(loss, dtype=torch.float64).item()
         gradients[case] = {}
-        for i, rows in enumerate(microbatches):
-            gradients[case][f"gradient of microbatch {i}"] = gradient_of(rows.log_p)
-            rows.log_p.grad = None
+        for i, (log_p, *_) in enumerate(microbatches):
+            gradient = log_p.grad if len(log_p) else gradient_of(log_p)
+            gradients[case][f"gradient of microbatch {i}"] = gradient
+            log_p.grad = None
     return {"losses": losses, "gradients": gradients, "sent": max(sent)}
-
-
-def gradient_of(log_p: Tensor) -> Tensor | None:
-    """Return a gradient, which may be missing where there is no row."""
-    return torch.zeros_like(log_p) if log_p.grad is None and not len(log_p) else log_p.grad
 
 
 def by_formula(seed: int, size: int, case: str) -> tuple[float, list[dict[str, Tensor]]]:
@@ -199,9 +196,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         loss, expected = by_formula(seed, size, case)
         gradients = [of_rank[case] for of_rank in results["gradients"]]
         losses = [of_rank[case] for of_rank in results["losses"]]
-        are_finite = all(map(math.isfinite, [*losses, *flat(gradients)]))
         mistake, of_infinite_only = MISTAKES.get(case, ("", False))
-        if are_finite and of_infinite_only:
+        if of_infinite_only and are_finite([losses, gradients]):
             mistake = ""
         reference = "those of the loss of all answers"
         yield compare.tensors(f"gradients{case}", gradients, expected, reference, mistake)
@@ -211,11 +207,3 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     text = f"{most:,}; three numbers of each group, and two more, are {allowed}"
     mistake = "Ranks need three sums of each group from each other, and the loss: not more."
     yield Property("bytes", text, most <= allowed, mistake)
-
-
-def flat(gradients: list[dict[str, Tensor]]) -> list[float]:
-    """Return all numbers of gradients; nan for one that is missing."""
-    found = []
-    for tensor in (tensor for of_rank in gradients for tensor in of_rank.values()):
-        found += tensor.flatten().tolist() if isinstance(tensor, Tensor) else [math.nan]
-    return found

@@ -28,7 +28,7 @@ def scaling_law(
         during a run, so a run cannot be cut short or go on
     flops(width, steps) -> the FLOPs of a run: 6 for each parameter and token. They grow with width
         times steps
-    budget: FLOPs that all runs together may have. `larger` is more
+    budget: FLOPs that all runs together may have, and each a tenth of it. `larger` is more
     The loss is a cross entropy, and text has an entropy: no loss is below it, at any width. The
     prediction may be wrong by 0.045 nats, and your width may lose 0.006 nats to the best.
     """

@@ -52,6 +52,10 @@ WIDE = (
     "and let width and steps share what is more."
 )
 SPENT = "Your runs cost more than the budget: count the FLOPs of all of them."
+LARGE = (
+    "A run may have a tenth of the budget: one large run knows its own loss, and no law. Make "
+    "several at each of several costs."
+)
 MISTAKES = {
     " again": "The first call is right, and a second one is not: keep nothing between calls."
 }
@@ -148,3 +152,6 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         budget = flops(1, BUDGET)
         words = f"{spent(found['runs']):,}, of a budget of {budget:,}"
         yield Property(f"FLOPs{name}", words, spent(found["runs"]) <= budget, SPENT)
+        largest = max((flops(*run) for run in found["runs"]), default=0)
+        words = f"{largest:,} of the largest; {budget // 10:,} at most"
+        yield Property(f"each run{name}", words, largest <= budget // 10, LARGE)

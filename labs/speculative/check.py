@@ -34,8 +34,11 @@ HINTS = (
 )
 V = 3
 SUM_IS_1 = "probabilities have the sum"
+NEGATIVE = "a probability is negative"
 ERRORS = {
-    SUM_IS_1: "What `choose` is given has to have the sum 1: divide what is missing by its sum."
+    NEGATIVE: "What is missing is max(0, p - q): where the draft gives more, nothing is.",
+    "is what you are to write": "All that is random comes from `choose` and `accept`.",
+    SUM_IS_1: "What `choose` is given has to have the sum 1: divide what is missing by its sum.",
 }
 MOST = 5000  # ways in which draws may end
 # Name -> how many tokens are drafted, and what is special. Contexts have 1 to 3 tokens.
@@ -91,8 +94,10 @@ class Draws:
 
     def choose(self, p: Tensor) -> int:
         total = float(p.sum())
-        if not abs(total - 1) < 1e-9 or float(p.min()) < 0:
-            raise ValueError(f"{SUM_IS_1} {total:.6g}, and the smallest is {float(p.min()):.2g}")
+        if (p < 0).any():
+            raise ValueError(f"{NEGATIVE}: {float(p.min()):.2g}")
+        if not abs(total - 1) < 1e-9:
+            raise ValueError(f"{SUM_IS_1} {total:.6g}")
         return self.draw(p.tolist())
 
     def accept(self, chance: float) -> bool:
