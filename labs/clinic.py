@@ -3,7 +3,7 @@
     python labs/clinic.py admit              three sick runs, drawn from --seed, or --class
     python labs/clinic.py                    what people complain about, and the faults there are
     python labs/clinic.py step 1             `bench.py step` of run 1; more flags replace its own
-    python labs/clinic.py answer 1 --fault NUMBER --cure 'FLAGS' --gain FACTOR
+    python labs/clinic.py answer 1 --fault NUMBER --cure='FLAGS' --gain FACTOR
 
 Each run is a copy of the project in out/clinic, and a command. Some are sick in a flag, some in a
 line of code. You may measure as much as you like: in the copy with `step`, and in the project with
@@ -216,7 +216,7 @@ def show(args: argparse.Namespace) -> None:
     print("\nThe faults there are:")
     for number, name in enumerate(FAULTS, 1):
         print(f"  {number}  {name}")
-    print("\nMeasure, then: clinic.py answer 1 --fault NUMBER --cure 'FLAGS' --gain FACTOR")
+    print("\nMeasure, then: clinic.py answer 1 --fault NUMBER --cure='FLAGS' --gain FACTOR")
 
 
 def chosen(args: argparse.Namespace) -> tuple[dict, Fault, Path]:

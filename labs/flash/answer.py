@@ -19,7 +19,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
     """Return causal attention, softmax(q k.T / root of E) v for each head, of the shape of q. Let
     backward give q, k and v their gradients.
 
-    q, k, v [B, H, T, E]: query i meets the keys 0 to i. `tile` need not divide T
+    q, k, v [B, H, T, E]: B sequences, H heads, T tokens, and E numbers in a head. Query i meets the
+    keys 0 to i. `tile` need not divide T
     Scores exist for `tile` queries and `tile` keys at a time. Forward computes each tile once, and
     tiles in which all keys come after all queries are never computed. No tensor has more elements
     than q, or than a tile has. From forward to backward are kept q, k, v, the output, and one

@@ -15,10 +15,11 @@ def schedule(ranks: int, microbatches: int, split: bool) -> list[str]:
 
     split=False: F3 is the forward of microbatch 3, one tick, and B3 its backward, two ticks. A rank
         holds a microbatch from its F to the end of its B: at a time rank r holds at most ranks - r.
-        Each rank waits for at most 3 (ranks - 1) ticks.
+        Each rank waits for at most 3 (ranks - 1) ticks in all.
     split=True: B3 computes the gradient of the stage's input, and W3 those of its weights, in a
         tick each. A rank holds a microbatch until its W is done: at a time at most `ranks`. Each
-        rank waits for at most ranks - 1 ticks, if there are at least as many microbatches as ranks.
+        rank waits for at most ranks - 1 ticks in all, if there are at least as many microbatches as
+        ranks.
     There may be fewer microbatches than ranks.
     """
     # >>>

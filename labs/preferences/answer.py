@@ -18,9 +18,9 @@ def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: floa
     be the gradient of that mean. Each rank calls this.
 
     A pair's loss is -log sigmoid(reward of its chosen answer - reward of its rejected one); an
-    answer's reward is beta (log p(answer) - log p_base(answer)). A microbatch is
-    log_p [B, T]: of each token by the model, a leaf; 0 where a token belongs to a prompt or is
-        padding
+    answer's reward is beta (log p(answer) - log p_base(answer)). A microbatch has four tensors:
+    log_p [B, T]: of each token by the model; a leaf, so that backward fills its .grad; 0 where a
+        token belongs to a prompt or is padding
     base_log_p [B, T]: the same by the base
     answers [B, T]: the number of a token's answer in its row: 0 and 1 are the chosen and the
         rejected one of the first pair, 2 and 3 those of the second; a prompt has the number of the

@@ -33,8 +33,9 @@ def improve(
             the standard deviation of the group's n rewards, which divides by n - 1, or by 1 where
             n is 1, plus epsilon
 
-    A microbatch has B rows, which are a prompt, its answer, and padding:
-    log_p [B, T]: of each token, given those before it, by the model; a leaf
+    A microbatch has six tensors of B rows. A row is a prompt, its answer, and padding:
+    log_p [B, T]: of each token, given those before it, by the model; a leaf, so that backward fills
+        its .grad
     old_log_p [B, T]: the same by the model that gave the answers
     tokens [B, T]: an answer goes up to its first token `end`, which belongs to it, or up to the
         end of the row; rows are padded with `end`. Prompts may have that token, too

@@ -24,6 +24,8 @@ def next_token(
     """Write the newest token of each row into the cache. Return the probabilities [B, V] by which
     the next one is drawn.
 
+    B rows, S slots in each, model width D, H query heads and KV key/value heads of width E, and V
+    tokens in the vocabulary
     model: its parts. model.embed(tokens [...]) -> x [..., D], model.logits(x) -> [..., V]. For a
         layer of model.layers, layer.heads(x) -> q [..., H, E], k and v [..., KV, E], and
         layer.rest(x, attended [..., H * E]) -> the x of the next layer. model.rotate(q or k,
