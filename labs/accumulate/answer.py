@@ -38,3 +38,8 @@ def accumulate(
 # to be inside no_sync, too: build-nanogpt, ClassyVision and speechbrain had it outside, with the
 # right numbers and m times the bytes (build-nanogpt PR #30, ClassyVision #706, speechbrain #1802).
 # The last microbatch's backward then averages what has added up, not its own gradient alone.
+#
+# Questions: 1. To reduce-scatter each time sends m times the bytes, and a rank holds its shard of
+# the gradients alone. To add up sends once, and a rank holds whole gradients until then.
+# 2. Nothing, if each rank sends in its own last one: all send once, and who has fewer waits. Where
+# every backward sends, the counts differ and the others wait for ever.

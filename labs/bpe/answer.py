@@ -77,3 +77,8 @@ def byte_pairs(
 # first, because training did: then a word of the corpus gets the tokens that it had there. The
 # longest token that fits, from the left, gives fewer tokens sometimes, and others than the model
 # has been trained on.
+#
+# Questions: 1. How much each pair's count has changed by the last merge, added up over ranks; all
+# of the counts once at the start. Then all take the same pair, by the same rule for ties.
+# 2. Hardly anything: its row of the embedding has had few gradients. Where a prompt has it alone,
+# answers can be odd.

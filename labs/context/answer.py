@@ -74,3 +74,8 @@ def context_attention(T: int) -> tuple[Tensor, Callable]:
 # use a key, and a reduce-scatter adds up what they say of it (lightly #1528 and pytorch/xla #5784
 # left that out). is_causal=True takes a rank's queries for the first of the sequence (pytorch
 # #103082).
+#
+# Questions: 1. No: a query meets its own document alone, so work depends on the lengths of
+# documents, and not on where a chunk lies in the row.
+# 2. The same forward, more backward, where keys travel once more beside their gradients: (3 n -
+# 2)/n of keys and values for both, where gathering sends 2 (n - 1)/n.

@@ -45,3 +45,8 @@ def average_gradients(model: nn.Module) -> Callable[[], None]:
 # gradient travels. Each all-reduce has to be waited for before the optimizer uses its result. The
 # real DDP does the same with buckets of 25 MB, since many small messages are slow.
 # model.parameters() has a tied matrix once, whose gradient is complete after its last use.
+#
+# Questions: 1. After the last of its two uses in backward, which is the embedding, the first layer:
+# so it leaves last.
+# 2. Its hook does not run, so this rank sends nothing for it: the others wait for ever, or their
+# sum meets that of another parameter. All ranks must send alike, a rank without a gradient zeros.

@@ -48,3 +48,8 @@ def exchange(
 # the N-th part of that. AdamW divides by the size of gradients, so that a wrong factor hardly shows
 # in a loss. Rows in a wrong order, or results given back in a wrong order, only make experts worse:
 # training goes on, and its loss falls.
+#
+# Questions: 1. N K rows of D numbers there and back, in forward and in backward, of which (n - 1)/n
+# leave the rank: 4 N K D (n - 1)/n numbers, whatever the experts' size. FSDP gathers their P
+# weights twice and reduce-scatters once: 3 P (n - 1)/n, whatever the number of tokens.
+# 2. The router. So it gets a loss or a bias that spreads tokens evenly, or experts a limit.

@@ -76,3 +76,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
 # row's sum gives them back, one tile at a time, and the mean of their gradients is the product of
 # the output and its gradient. So T x T numbers are computed twice and stored never. A kernel keeps
 # the tile in fast memory, which is why it is faster although it computes more.
+#
+# Questions: 1. Seven products in place of six, since one of backward's five computes the scores
+# again: 7/6 of the attention's FLOPs.
+# 2. The larger maximum is that of the row. Multiply each part's two sums by exp(its maximum - the
+# larger one), add them up, and divide values by exponentials at the end.

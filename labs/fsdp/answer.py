@@ -56,3 +56,8 @@ def sharded_linear(x: Tensor, rows: Tensor, out: int) -> Tensor:
 # all-gathers of 2 P and in a reduce-scatter of P, where DDP has an all-reduce of P, which counts
 # twice: 1.5 times as much. The real FSDP gathers all matrices of a block in one call, and the next
 # block's while this one computes.
+#
+# Questions: 1. AdamW treats each number by itself: a slice of the gradient, of the moments and of
+# the weights is all that its update needs. A product needs the whole matrix.
+# 2. The whole weights, which then are gathered once; or whole gradients, added up on the rank and
+# reduce-scattered once. Both cost the memory that FSDP was to save.

@@ -71,3 +71,10 @@ def culprit(logs: list[list[Call]]) -> dict[int, int]:
 # such logs, and its analyzer matches them by group and number, as you do. The cure is neither a
 # longer timeout nor one barrier more: ranks have to decide alike, for example by the all-reduced
 # maximum of a flag that says whether to stop.
+#
+# Questions: 1. Those in nodes of 3 ranks: it compares the n-th calls of all ranks, whatever their
+# groups, and takes ranks that only belong to different ones for ranks that parted.
+# 2. A call that is missing comes after no timeout, and a barrier is one more collective that can
+# shift. All ranks have to leave together: all-reduce a flag, by MAX, and look at that.
+# 3. Rank 0 waits in a call that nobody else of its group has made, and the others wait for rank 0.
+# Compare it with the ranks in the same place of other nodes, whose logs have no such call.

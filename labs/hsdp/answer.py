@@ -55,3 +55,8 @@ def hybrid_sharding(per_node: int) -> tuple[Callable, Callable, Callable]:
 # link for every microbatch. It is easily made: FSDP goes by the order of a mesh's dimensions and
 # not by their names (pytorch #161776). The first version of PyTorch's own HSDP all-reduced before
 # it reduce-scattered (pytorch PR #84590).
+#
+# Questions: 1. DDP's ring over four ranks sends 2 x 3/4 P across the link. In HSDP two pairs
+# all-reduce half of P each, which is P/2 for each pair and P for the node: 4.1 / 2.7 is about 1.5.
+# 2. Those of two nodes with the fastest link between them. Weights then cross only this link, and
+# gradients go between the two pairs of nodes.

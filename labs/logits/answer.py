@@ -63,3 +63,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
 # softmax (ms-swift PR #9947). Gathered logits give the same loss, and need as much memory as
 # without tensor parallelism (AReaL #664, torchforge PR #608, tt-metal #39998). What is computed
 # from one part alone depends on the number of ranks, as in Megatron-LM #7464.
+#
+# Questions: 1. The logarithm of the sum of exp of a rank's own logits, and the target's logit, or 0
+# where others have it. From these follow the sum over the vocabulary, the loss and its gradient.
+# 2. 4,096 x 128,256 numbers in float32 are 2.1 GB, and a plain loss holds three such tensors.
+# chunked_loss.py computes the logits of some tokens at a time, and their gradients at once.

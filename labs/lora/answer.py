@@ -41,3 +41,8 @@ def prepare(model: Llama, mesh: DeviceMesh, seed: int) -> torch.optim.Optimizer:
 # LoRA under FSDP was slower than on one GPU in torchtune (#2264, #1734). In litgpt base and factors
 # were in one unit, and FSDP1 took memory for gradients of both (#1417, PR #1538). The optimizer
 # comes last, since fully_shard puts new parameters in place of the old ones.
+#
+# Questions: 1. It all-reduces the factors' gradients, two parts, where FSDP over factors gathers
+# them twice and reduce-scatters once, three parts. But a rank keeps all factors, their gradients
+# and moments.
+# 2. Fewer bits, or a share that stays where it is: tensor parallelism, or a pipeline.

@@ -39,3 +39,8 @@ def average(parameters: list[Tensor], loss: Tensor, targets: int, clip: float):
 # transformers had this for ranks (#34242). With microbatches in place of ranks it is the same
 # mistake, and was in transformers (#24725), torchtune (PR #1875) and mlx-lm (PR #1413). The norm of
 # a step is that of the sum, so clipping comes last.
+#
+# Questions: 1. Yes, wherever parts have different numbers of targets. The perplexity is the
+# exponential of the mean over all: a mean of exponentials is larger, even if the parts are equal.
+# 2. Backward of the sum of losses; then multiply by the number of ranks and divide by the targets
+# of all ranks.

@@ -74,3 +74,8 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
 # and what 4 bits have saved would be lost, as in unsloth's experts (unsloth-zoo PR #838). A
 # Function saves the codes. Two codes that share a byte once ruined large blocks in bitsandbytes
 # (#565, PR #1721).
+#
+# Questions: 1. It rounds the scale of a block of 64 to an integer of 8 bits, 8/64 of a bit a
+# weight, and has one float32 for each row, by which these are multiplied.
+# 2. Of fewer weights the largest is less far out. So a scaled block fills the range more evenly
+# than a normal distribution, and NF4 has few numbers near its ends.

@@ -48,3 +48,8 @@ def schedule(ranks: int, microbatches: int, split: bool) -> list[str]:
 # no work in the first ranks - 1 ticks. Where backward was split, W was put into a queue that nobody
 # emptied (Megatron-DeepSpeed #442). With fewer microbatches than ranks, PyTorch's 1F1B hung
 # (torchtitan #775), and AMD's crashed (Primus #1003).
+#
+# Questions: 1. When all ranks have equally much memory: the first rank decides what fits, and the
+# others have room that nobody uses.
+# 2. All wait for the slowest stage, and both timelines stretch by what it takes longer in each
+# microbatch. W cannot fill all of that; fewer layers on the last rank can.

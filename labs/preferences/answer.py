@@ -51,3 +51,8 @@ def prefer(microbatches: list[tuple[Tensor, Tensor, Tensor, Tensor]], beta: floa
 # how large a difference counts as learned. The base is another model, or the same one without its
 # adapters: with the model's own log p, every loss is log 2. And the mean is over pairs, not over
 # microbatches, and padding is no pair: it would add log 2 each time, and nothing to the gradient.
+#
+# Questions: 1. Both answers of a pair have the same prompt, so its log p is in both rewards and
+# leaves their difference.
+# 2. Which answer becomes likelier: by beta/2 for each pair the chosen one goes up and the rejected
+# one down. log 2 is the loss of any pair whose rewards are equal, right or wrong.

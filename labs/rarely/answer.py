@@ -49,3 +49,8 @@ def outer_step(
 # knows from where the others came. Momentum adds up what all agreed on, so it follows the mean. The
 # moments of AdamW are about a rank's own gradients. Averaging them, too, would send three times as
 # much; Douillard et al. 2023 (arXiv:2311.08105) tried it and saw no gain worth that.
+#
+# Questions: 1. Data parallelism: the mean of the drifts is then the learning rate times the mean
+# gradient.
+# 2. Of each rank its own weights, AdamW's moments and its place in the data; the outer copy and its
+# momentum; and how many steps it is to the next meeting.

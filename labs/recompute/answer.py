@@ -50,3 +50,8 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # backward the same forward runs again, now recorded, from the same inputs and the same random
 # numbers. A checkpoint around a block that has one already runs attention three times
 # (llama-cookbook #740).
+#
+# Questions: 1. Forward saves still less, and takes as long. But backward first computes all blocks
+# again, and what they all save exists at once: the peak is as without checkpoints.
+# 2. Not under FSDP, whose backward gathers the weights anyway. Under tensor parallelism it repeats
+# collectives of forward.

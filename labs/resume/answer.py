@@ -77,3 +77,10 @@ def checkpointing(
 # of the data is not saved, they start over, and the loss looks fine (accelerate PR #4232, ms-swift
 # #10050). Against a power failure, files also have to be synced to the disk before the rename: see
 # `sync` in files/directories.py.
+#
+# Questions: 1. Nothing has a state: the order of the data is a function of the seed and the number
+# of a sequence, and dropout starts anew in each step from seed, step and rank.
+# 2. Of each shard, which rows of which whole tensor it has, and the whole shapes. And an order of
+# the data that does not depend on the number of ranks.
+# 3. fsync of the files and of their directory before the rename, and of the directory above after
+# it, before the old checkpoint is removed.

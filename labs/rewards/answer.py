@@ -87,3 +87,8 @@ def improve(
 # left out before exp. Each token weighs 1 / answers: divided by its answer's length, a long wrong
 # answer would cost no more than a short one. And the standard deviation is small where nearly all
 # answers are right or nearly all wrong: to divide by it makes such prompts count most.
+#
+# Questions: 1. With ratios of 1 the derivative is A times that of log p: the policy gradient. The
+# loss is near 0 because the advantages of a group have the sum 0, and says nothing.
+# 2. Nothing, since all advantages are 0. They cost as much as any: so some draw prompts again until
+# answers differ.

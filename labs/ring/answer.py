@@ -49,3 +49,10 @@ def ring_all_reduce(tensor: Tensor) -> Tensor:
 # myAllreduce in UCSD's CSE 234. PyTorch's tutorial dist_tuto passes on whole tensors and leaves the
 # chunks to the reader; kiankyars/microddp starts from a copy of it. The price of the ring is that
 # its 2 (n - 1) messages follow one another: for small tensors, libraries use trees.
+#
+# Questions: 1. Where one link is slow: the ring crosses it with 2 (n - 1)/n of the tensor in each
+# direction, and each chunk has one way. Sent straight, every rank of a node sends a chunk to each
+# rank of the other, in both rounds: n/2 tensors with n/2 ranks a node. Where all links are alike
+# and tensors small, fewer steps win.
+# 2. Yes: one rank has finished each chunk, and the others copy it. If each adds in its own order,
+# ranks differ in the last bits, and replicas drift apart.

@@ -81,3 +81,7 @@ def next_token(
 # has a position, a slot and a mask of its own. top_p comes after temperature, since it is about the
 # probabilities that are drawn from; a token is kept if those before it do not reach top_p, so the
 # one that crosses it is kept, too.
+#
+# Questions: 1. Its slots stay, and each step computes it in vain. A row that has ended can leave
+# the batch, as in techniques/decoding.py, or its slots can be another text's.
+# 2. Fewer: a low temperature makes likely tokens likelier, and so fewer of them reach 0.9.

@@ -71,3 +71,8 @@ def scaling_law(
 # extrapolated the deeper. Runs beside the bottom do not belong to the law. Kaplan et al. 2020
 # (arXiv:2001.08361) did not let the learning rate fall to its end in each of their runs, among
 # other things, and advised models that were much too large.
+#
+# Questions: 1. Each answer costs FLOPs in proportion to the model's size. So a narrower model that
+# is trained for longer than is best for training is cheaper in all.
+# 2. Then runs of some widths have losses that are too high, and the valley moves: the law has
+# another width. Find the best rate for each width, or a rule by which it follows the width.

@@ -76,3 +76,8 @@ def feed_forward() -> tuple[Callable, Callable]:
 # (Megatron-LM #559 asks why). But all ranks used x, so backward has to sum the gradient of x: in
 # torchtitan #1805 it did not, in AReno PR #496 it did so twice. Where gate and up are one matrix,
 # each half has to be cut by itself (tt-forge-models PR #855, xLLM PR #1616).
+#
+# Questions: 1. Each rank has the whole gradient of the sum already, and that is the gradient of
+# each summand, too. To sum it once more would multiply it by the number of ranks.
+# 2. wq, wk and wv by columns, wo by rows, as w1 and w2. A head plays the part of a hidden feature,
+# because the softmax needs whole heads, and no other heads.

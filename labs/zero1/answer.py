@@ -83,3 +83,8 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
 # than by DDP. llm.c and DeepSpeed all-reduced all the same at first (llm.c PR #421, DeepSpeed
 # #156), and PyTorch's ZeroRedundancyOptimizer broadcasts rank by rank (pytorch #69591). Where whole
 # parameters are dealt out, one rank has the embedding, and some have nothing (ColossalAI #3953).
+#
+# Questions: 1. Gradients: reduce-scatter each as soon as it is there, and free the rest (ZeRO-2).
+# Weights: gather each just before its use, and free it afterwards (ZeRO-3, FSDP).
+# 2. All ranks after an all-reduce of one number, the sum of squares of a rank's slices: between the
+# reduce-scatter and the update, which has to wait for it.
