@@ -33,6 +33,12 @@ def test_solutions_pass(name, tmp_path):
         assert str(plot) in out and len(ElementTree.parse(plot).getroot().findall(RECT)) > 10
 
 
+def size_of(name: str) -> int:
+    """Return a number of ranks on which a lab is checked, 3 if it can be."""
+    sizes = check_module(name).SIZES
+    return 3 if 3 in sizes else sizes[0]
+
+
 KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example|ids) .*"  # of numbers
 
 
@@ -40,14 +46,13 @@ KINDS = r"  (loss|norm|gradients|gathered|output|adapters|weights|example|ids) .
 @pytest.mark.parametrize("name", ANSWERS)
 def test_wrong_answers_are_named(name, tmp_path):
     """Also one that does nothing."""
-    wrong_answers, sizes = answers.wrong_answers(name), check_module(name).SIZES
+    wrong_answers = answers.wrong_answers(name)
     sources = [answers.patched(ANSWERS[name], wrong.patch) for wrong in wrong_answers]
     sources.append(re.sub(r"raise NotImplementedError.*", "pass", starter_of(name)))
     files = [tmp_path / f"{number}.py" for number in range(len(sources))]
     for path, source in zip(files, sources):
         path.write_text(source)
-    size = 3 if 3 in sizes else sizes[0]
-    result = launch("tests/workers/reports.py", name, size, *files, timeout=600)
+    result = launch("tests/workers/reports.py", name, size_of(name), *files, timeout=600)
     *texts, of_nothing = json.loads(result.out)
     assert "returned None, and should return" in " ".join(of_nothing.split())
     for wrong, text in zip(wrong_answers, texts, strict=True):
@@ -173,6 +178,8 @@ TRIED = [
     ("rewards", AS_IN_PPO, PASSES),
     ("sampling", BY_KERNEL, PASSES),
     ("hsdp", OWN_GROUPS, PASSES),
+    ("resume", {'part / f"rank-{rank}"': 'f=part / f"of rank {rank}"',
+                'newest / f"rank-{rank}"': 'newest / f"of rank {rank}"'}, PASSES),
     ("recompute", BY_HOOKS, PASSES),
     ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
              "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
@@ -219,9 +226,7 @@ TRIED = [
 @pytest.mark.parametrize("name, change, says", TRIED)
 def test_answers_in_other_styles(name, change, says, tmp_path):
     path = student_file(name, tmp_path, change)
-    sizes = check_module(name).SIZES
-    size = 3 if 3 in sizes else sizes[0]
-    out = lab("check", name, "--file", path, "--ranks", size, code=1 if says else 0)
+    out = lab("check", name, "--file", path, "--ranks", size_of(name), code=1 if says else 0)
     assert says in " ".join(out.split()), out
 
 
@@ -290,9 +295,7 @@ def compared(found: list, expected) -> str:
 
 def test_guesses_are_made_only_where_they_are_shown():
     """Rank 0 alone is right; a factor that the number of ranks explains; a rounding to float32."""
-    one, two, zero = (
-        torch.tensor([a, b], dtype=torch.float64) for a, b in [(1, 2), (3, 5), (0, 0)]
-    )
+    one, two, zero = torch.tensor([(1, 2), (3, 5), (0, 0)], dtype=torch.float64)
     assert compared([one, two, two], one) == compare.RANK_0
     assert compared([one, one / 7, one / 7], [one, one, one]) == ""  # ranks need their own
     assert compared([zero, one, one], zero) == ""  # rank 0 has nothing, which may be luck

@@ -1,8 +1,8 @@
 """What the checks of all labs share.
 
 A lab is a folder with a page, README.md, its picture, and answer.py: the solution between marks,
-from which the starter is made. wrong.txt has patches of it (answers.py), and known.json what they
-give (known.py). Its check.py has:
+from which the starter is made, its reasons, and answers to the page's questions. wrong.txt has
+patches of it (answers.py), and known.json what they give (known.py). Its check.py has:
 
     FUNCTION    name of the student's function
     SIZES       numbers of ranks to check it on
