@@ -268,8 +268,7 @@ def test_other_formats_are_named_with_a_command_that_converts_them(tmp_path):
         command = command.replace("python", sys.executable, 1)  # which has the packages
         subprocess.run(command, shell=True, check=True)
         converted = path.with_suffix(".jsonl")
-        read = [record for *_, record in read_records(converted, "")]
-        assert read == records
+        assert [record for *_, record in read_records(converted, "")] == records
         converted.unlink()
     with pytest.raises(UserError, match=r"1 \.parquet, .*: of each Parquet file .* run  python"):
         find_files([tmp_path])
@@ -315,8 +314,7 @@ def test_every_window_comes_once_an_epoch_in_an_order_that_looks_random():
             start = epoch * n
             windows = [window_of(start + i, n, seed) for i in range(n)]
             assert sorted(windows) == list(range(n))
-    drawn = {window_of(i, 10**12, 0) for i in range(1000)}
-    assert len(drawn) == 1000
+    assert len({window_of(i, 10**12, 0) for i in range(1000)}) == 1000
     orders = [range(1000)]
     for seed, start in [(0, 0), (0, 1000), (1, 0)]:  # of epochs
         order = [window_of(start + i, 1000, seed) for i in range(1000)]
@@ -325,12 +323,10 @@ def test_every_window_comes_once_an_epoch_in_an_order_that_looks_random():
     for i in range(1, len(orders)):
         order = orders[i]
         earlier = orders[:i]
-        equal = (order == earlier).sum(1)
-        assert (equal < 10).all()  # one is to be expected
+        assert ((order == earlier).sum(1) < 10).all()  # one is to be expected
         with_earlier = np.corrcoef(order, earlier)[0, 1:]
         assert (abs(with_earlier) < 0.15).all()
-        with_next = np.corrcoef(order[1:], order[:-1])[0, 1]
-        assert abs(with_next) < 0.15
+        assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.15  # with the next
 
 
 def test_sources_have_their_shares_in_any_round():

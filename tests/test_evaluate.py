@@ -93,8 +93,7 @@ def scores(details: list[dict]) -> dict[str, float]:
 
 
 def printed(out: str) -> dict[str, float]:
-    found = re.findall(r"exam (\w+) ([\d.]+)%", out)
-    return {name: float(value) for name, value in found}
+    return {name: float(value) for name, value in re.findall(r"exam (\w+) ([\d.]+)%", out)}
 
 
 def same_details(found: list[dict], expected: list[dict]) -> None:
@@ -229,8 +228,7 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     model = load_pretrained(run, torch.float64)
     tokenizer = load_tokenizer(str(base))
     expected = scores(plain_details(model, tokenizer, json_lines(exam), room=exams.ROOM))
-    recorded = {name: round(100 * row[f"exam_{name}"], 1) for name in expected}
-    assert recorded == expected
+    assert {name: round(100 * row[f"exam_{name}"], 1) for name in expected} == expected
     _, after_the_step = result.out.split("step 1:")
     assert printed(after_the_step) == expected
     out = succeed("evaluate.py", run, "--data", *val, "--dtype", "float64").out

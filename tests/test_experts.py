@@ -157,8 +157,7 @@ def test_ranks_that_share_experts_sample_as_one_does(tmp_path):
     file = tmp_path / "sampled.pt"
     succeed("tests/workers/uneven_prompts.py", file, nproc=2, timeout=60)
     sampled = torch.load(file)
-    lengths = [{len(answer) for answer in answers} for (answers, _), _ in sampled]
-    assert lengths == [{1}, {12}]
+    assert [{*map(len, answers)} for (answers, _), _ in sampled] == [{1}, {12}]
     for (answers, log_p), (of_share, log_p_of_share) in sampled:
         assert of_share == answers
         drawn = slice(len(answers[0]))

@@ -271,10 +271,8 @@ def test_what_a_finished_run_allows(base, sums, learnt, tmp_path):
     again = succeed(*command)
     assert "has done its 30 steps" in again.out and "parameters" not in again.out
     assert "merged:     python generate" in again.out
-    longer = launch(*command, "--steps=31")
-    refused(longer, f"{out / 'merged'} exists: remove")
-    another = launch(*command, "--rank=3")
-    refused(another, "another adapter", "rank 8, not 3")
+    refused(launch(*command, "--steps=31"), f"{out / 'merged'} exists: remove")
+    refused(launch(*command, "--rank=3"), "another adapter", "rank 8, not 3")
     no_base = launch("finetune_lora.py", *flags(out, sums, tmp_path / "more"))
     refused(no_base, "is an adapter: generate.py takes it as --adapter, with ")
 
