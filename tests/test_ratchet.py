@@ -19,7 +19,7 @@ from test_layout import FILES
 RATCHET = {
     "float8": (5, r"float8|Float8|8_bits|\brecipes?\b"),
     "4 bits": (8, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
-    "LoRA": (27, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
+    "LoRA": (26, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
     "context parallelism": (15, r"\bcp\b|cp_mesh|context_parallel|share_sequences|own_tokens"),
     "Muon": (6, r"[mM]uon\b|muon_|_muon"),
     "moments": (5, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
