@@ -76,7 +76,6 @@ from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.order import Order, Steps
 
-DIFFER = "the steps differ"  # so begins what `equal` returns on all ranks, or on none
 SCRIPTS = "finetune_lora", "preferences", "rewards", "distill"  # that `step --lora` measures
 
 
@@ -216,12 +215,16 @@ class Plan(Report):
 
 def model_of(asked: Comparison | Plan) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
+    from finetune_lora import targets_in  # here, since few commands ask for adapters
+
+    model = build_on_meta(find_preset(asked.model))
     lora = LoRA(asked.rank, dora=asked.dora)
-    if not asked.lora and (lora != LoRA() or asked.base_bits == 4):
+    if asked.lora:
+        lora = replace(lora, targets=targets_in(model))
+        return build_on_meta(model.config, lora, base_bits=asked.base_bits)
+    if lora != LoRA() or asked.base_bits == 4:
         raise UserError("--rank, --dora and --base-bits are for adapters: give --lora, too")
-    return build_on_meta(
-        find_preset(asked.model), lora if asked.lora else None, base_bits=asked.base_bits
-    )
+    return model
 
 
 def work_of(asked: Comparison, contestant: str, process: Process) -> Work:
@@ -341,6 +344,7 @@ def equal(run: Pretraining) -> str:
     job = prepare_pretraining(run, parallel, process)
     requested = rules.work_of(run, parallel, job.whole, process, job.train_set.document_mask)
     work, _ = choose_work(requested, run.parallel.shard, process)
+    check_work(work)
     world = with_mesh(process, in_float64(work.parallel))
     order = Order(run.batch, run.seq_len, run.seed)
     whole = job.train_set.batch(order.rows(1, job.train_set.sources))
@@ -353,7 +357,11 @@ def equal(run: Pretraining) -> str:
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     first = compare_steps(job.whole.config, job.initialize, whole, own, world, accumulate, update)
-    return f"{DIFFER} {first}" if first else "the steps are equal"
+    if not first:
+        return "the steps are equal"
+    print_rank_zero(f"the steps differ {first}")
+    dist.barrier()  # torchrun ends all ranks when the first has failed: rank 0 has printed
+    plumbing.endings.end(1, first, show=False)
 
 
 def plan(asked: Plan) -> str:
@@ -399,26 +407,20 @@ def parse_command(words: list[str]) -> tuple[Callable, list]:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     kinds = {name: [kind] for name, (_, kind) in COMMANDS.items()}
     kinds["step"].append(flags_of_step(words))
-    kinds["equal"] = [flags_of_pretraining(words)]
+    if words[:1] == ["equal"]:
+        kinds["equal"] = [flags_of_pretraining(words)]
     for name in COMMANDS:
         subparser = subparsers.add_parser(name)
         for kind in kinds[name]:
             add_flags(subparser, kind)
     typed = vars(parser.parse_args(words))
     command = typed.pop("command")
-    measure, _ = COMMANDS[command]
-    return measure, [record_of(kind, typed) for kind in kinds[command]]
+    return COMMANDS[command][0], [record_of(kind, typed) for kind in kinds[command]]
 
 
 def main() -> None:
     measure, records = parse_command(sys.argv[1:])
-    text = measure(*records)
-    print_rank_zero(text)
-    if text.startswith(DIFFER):
-        sys.stdout.flush()
-        if dist.is_initialized():
-            dist.barrier()  # torchrun ends all ranks when the first has failed: rank 0 has printed
-        plumbing.endings.end(1, text, show=False)
+    print_rank_zero(measure(*records))
 
 
 if __name__ == "__main__":

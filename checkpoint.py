@@ -313,6 +313,8 @@ def main() -> None:
     exporter.add_argument("--dtype", choices=["float32", "bfloat16", "float16", Q8_0],
                           help="dtype of the weights (default: the source's)")  # fmt: skip
     args = parser.parse_args()
+    if args.target.exists():  # before weights are read
+        raise UserError(f"{args.target} exists: give the name of a new directory")
     if args.command == "import":
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":

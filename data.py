@@ -291,6 +291,8 @@ def open_text(
             ids = file[start : last + 1]  # the last target is the next sample's first input
             is_target = np.ones(len(ids), bool)
             samples.append((ids, is_target))
+    if not samples:
+        raise UserError(f"{' '.join(data)} holds no text")
     if document_mask:
         return Packed(samples, seq_len, tokenizer)
     return Rows(samples, tokenizer)

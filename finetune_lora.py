@@ -287,7 +287,8 @@ def base_of(run: Finetuning) -> Path:
 def targets_in(model: Llama, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the matrices that get an adapter: the `asked` ones, by default all that can have one.
     Raise UserError for a name that no such matrix of the model has."""
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    names = {name.rpartition(".")[2] for name in linear}
     possible = [name for name in family_of(model.config).targets(model.config) if name in names]
     unknown = [name for name in asked if name not in possible]
     if unknown:

@@ -114,9 +114,8 @@ class World(Process):
         return rows.view(self.size, -1)
 
 
-def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
-    """Arrange the processes in a mesh, by default as replicas. In labs/hsdp you write it."""
-    parallel = parallel or ParallelConfig(replicate=process.size)
+def with_mesh(process: Process, parallel: ParallelConfig) -> World:
+    """Arrange the processes in a mesh. In labs/hsdp you write it."""
     dims = "pp", "replicate", "shard", "tp"
     sizes = parallel.pp, parallel.replicate, parallel.shard, parallel.tp
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives

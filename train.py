@@ -141,8 +141,7 @@ def train(task: Task, runner: nn.Module) -> bool:
                 totals = update(optimizer, loss, count, sizes, run.clip, world, step)
             # Loss, count and norm are the last part's. The sizes are the step's: each part of a
             # batch keeps the text_bytes and the lengths of the whole batch.
-            measures = task.finish_measures(totals)
-            metrics = recorder.measure(step, totals, lr, measures)
+            metrics = recorder.measure(step, totals, lr, task.finish_measures(totals))
             signal = end_step(task, metrics, totals.signal, recorder, saver, steps.last)
             if signal:  # where a task cannot go on (Task.problem), `batches` ends instead
                 break

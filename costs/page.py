@@ -244,8 +244,7 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
     pp, by default the one that sends most (see `labs/run.py predict bytes`)."""
     p = work.parallel
     if pp_rank is None:
-        candidates = [sends(work, rank) for rank in range(p.pp)]
-        return max(candidates, key=total_payload)
+        return max((sends(work, rank) for rank in range(p.pp)), key=total_payload)
     part = part_of(work.model, pp_rank, p.pp, p.stages_per_rank)
     entries = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
     for technique in (*used_techniques(p), lora.TECHNIQUE):

@@ -69,8 +69,7 @@ def size_on_rank(
     `weight_bytes`, or one byte if it is a code. FSDP pads rows to a multiple of `shards`."""
     trained = frozen = 0
     for parameter, (rows, *columns), _ in shapes_on_rank(module, path, config, tp):
-        padded_rows = math.ceil(rows / shards) * shards
-        elements = padded_rows * math.prod(columns)
+        elements = math.ceil(rows / shards) * shards * math.prod(columns)
         if parameter.requires_grad:
             trained += elements
         elif parameter.is_floating_point():
@@ -145,8 +144,7 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %. The
     exercise labs/scaling plans a run by its FLOPs."""
     config = model.config
-    attended = sum(attended_by_layer(config, seq_len))
-    attention = 3 * 4 * config.q_dim * attended
+    attention = 3 * 4 * config.q_dim * sum(attended_by_layer(config, seq_len))
     products = 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):

@@ -107,12 +107,12 @@ def export_weights(
     """Write a directory in the format of Hugging Face (`hf`) or llama.cpp (`gguf`). Weights keep
     their dtype if `dtype` is None. Raises UserError for a model that other programs would load as
     another one."""
+    if dtype == Q8_0 and format != "gguf":
+        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
     source = find_checkpoint(source)
     tokenizer = tokenizer_of(read_config(source))
     config, stored = open_weights(source)
     check_is_published(config, stored)
-    if dtype == Q8_0 and format != "gguf":
-        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
     if dtype and format != "gguf":  # gguf.py casts matrices alone
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     stored = with_progress_of(stored, f"writing {target}")

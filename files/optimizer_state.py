@@ -71,10 +71,11 @@ def _counters(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 @torch.no_grad()
-def _checksum(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return a number for each parameter that changes if the parameter does."""
+def _checksum(optimizer: torch.optim.Optimizer) -> str:
+    """Return a number for each parameter that changes if the parameter does, as text: so a NaN is
+    what it was."""
     parameters = []
     for group in optimizer.param_groups:
         parameters += [to_local(parameter) for parameter in group["params"]]
     norms = torch._foreach_norm(parameters)
-    return torch.stack([norm.double() for norm in norms]).tolist()
+    return str([norm.item() for norm in norms])

@@ -89,8 +89,7 @@ def check_finite(model: Llama, step: int, out: Path, group: dist.ProcessGroup) -
     on from it, and --keep would remove what is better."""
     trained = [to_local(p.detach()) for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.get_total_norm(trained).item()
-    norms = on_every_rank(lambda: norm, group)
-    if not math.isfinite(sum(norms)):
+    if not math.isfinite(sum(on_every_rank(lambda: norm, group))):
         raise UserError(
             f"step {step}: the weights are not finite any more, and are not saved: give a lower "
             f"--lr. {what_is_saved(out)}"

@@ -78,8 +78,8 @@ def world_of(name: str, parallel: ParallelConfig, process: Process) -> World:
     if name.split()[0] != "wrong":
         return world
     # The ranks of a node lie along replicate, and shard crosses nodes.
-    ranks = torch.arange(process.size, dtype=torch.int)
-    ranks = ranks.view(1, parallel.shard, parallel.replicate, 1).transpose(1, 2)
+    sizes = parallel.pp, parallel.shard, parallel.replicate, parallel.tp
+    ranks = world.mesh.mesh.view(sizes).transpose(1, 2)
     names = world.mesh.mesh_dim_names
     return replace(world, mesh=DeviceMesh(process.device.type, ranks, mesh_dim_names=names))
 

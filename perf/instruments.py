@@ -37,10 +37,10 @@ from config import PART_OF, ParallelConfig, Totals, Work
 from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import World, allocate, parallelize, with_mesh, zero_gradients
+from parallel import World, parallelize, with_mesh, zero_gradients
 from plumbing.messages import UserError, is_rank_zero, with_progress
 from plumbing.processes import Process
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import allocate, assign_shard, to_local
 from techniques import bfloat16_moments
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import make_optimizer

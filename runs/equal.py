@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from config import ParallelConfig, in_float64
 from files.published import with_fixed_weights
 from model import IGNORE, Llama, LlamaConfig
+from models.family import families
 from parallel import World, parallelize
 from plumbing.messages import UserError
 from plumbing.shards import allocate, chunk_of, without_slope
@@ -241,12 +243,13 @@ def check_model(config: LlamaConfig, seq_len: int, world: World, accumulate: Cal
 
 
 def describe(error: Exception) -> str:
-    """Return an error of model.py as one line: the last line of model.py that it came from, in
-    which module, and what usually causes it."""
+    """Return an error of model.py, or of a student's file, as one line: the last line of it that
+    the error came from, in which module, and what usually causes it."""
     where, said = "", str(error).partition("\n")[0]
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename.endswith("/model.py"):
-            where = f" in line {line} of model.py"
+        file = Path(frame.f_code.co_filename).name
+        if file in ("model.py", *families()):
+            where = f" in line {line} of {file}"
             if module := frame.f_locals.get("self"):
                 where += f", {type(module).__name__}"
     usual = [cause for part, cause in CAUSES_OF_ERRORS.items() if part in said]

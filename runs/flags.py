@@ -178,8 +178,8 @@ def flags_of_pretraining(words: list[str]) -> type[Pretraining]:
     Raises UserError for a model that is not found, and for a size of other models."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", nargs="?")
-    model = parser.parse_known_args(words)[0].model
-    config = type(find_preset(model or "tiny"))
+    asked, _ = parser.parse_known_args(words)
+    config = type(find_preset(asked.model or "tiny"))
     typed = {word.partition("=")[0] for word in words}
     for family in families().values():
         for size in own_fields(family.config) - own_fields(config):

@@ -70,8 +70,7 @@ def shared_batches(
     where a share is a contiguous part of the batch (data.py): so those that compute at the same
     time have neighbouring rows, which in an exam have similar lengths."""
     shares = world.parallel.data_size
-    padding = world.parallel.padded(len(rows)) - len(rows)
-    padded_rows = [*rows, *[None] * padding]
+    padded_rows = [*rows, *[None] * (world.parallel.padded(len(rows)) - len(rows))]
     starts = range(world.data_rank, len(padded_rows), microbatch * shares)
     for start in until_signal(with_progress(starts, what)):
         mine = slice(start, start + microbatch * shares, shares)  # every shares-th row

@@ -209,8 +209,7 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     # Arranged as the mesh is: [pp, replicate, shard * tp, 2].
     sums = sums.view(world.parallel.pp, world.parallel.replicate, -1, 2)
     first = sums[:, :1]  # those of the first replica: [pp, 1, shard * tp, 2]
-    difference = (sums - first).abs()
-    differs = (difference > 1e-6 * first).any(-1)  # [pp, replicate, shard * tp]
+    differs = ((sums - first).abs() > 1e-6 * first).any(-1)  # [pp, replicate, shard * tp]
     ranks = differs.flatten().nonzero().flatten().tolist()
     if ranks:
         raise UserError(
@@ -223,8 +222,7 @@ def choose_split(
     run: Run, parallel: ParallelConfig, job: Job, process: Process
 ) -> tuple[World, Work]:
     """Choose how a step is split, given what the run asks for; return the World and the step."""
-    packed = job.train_set.document_mask
-    asked = rules.work_of(run, parallel, job.whole, process, packed)
+    asked = rules.work_of(run, parallel, job.whole, process, job.train_set.document_mask)
     asked = replace(asked, teacher=job.teacher)
     work, reason = choose_work(asked, run.parallel.shard, process)
     rules.check_work(work, *job.techniques)

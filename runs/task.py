@@ -142,8 +142,7 @@ def sample_text(job: Job, prompt: str, step: int) -> str:
     """Return a prompt and how the model continues it."""
     tokenizer = job.tokenizer
     ids = tokenizer.encode(prompt, bos=True)
-    room = job.model.config.max_seq_len - len(ids)
-    length = max(1, min(64, room))
+    length = max(1, min(64, job.model.config.max_seq_len - len(ids)))
     (tokens,) = generate(
         job.model, [ids], length, temperature=0.8, top_p=0.95, stop=tokenizer.stop, seed=step
     )

@@ -78,8 +78,7 @@ class Muon(torch.optim.Optimizer):
                     stacks.append(parameter)
             for batch in self.peers.batches(matrices):
                 advanced = [self.advance(matrix) for matrix in batch]
-                updates = self.peers.orthogonalize(batch, advanced)
-                for matrix, update in zip(batch, updates):
+                for matrix, update in zip(batch, self.peers.orthogonalize(batch, advanced)):
                     self.change(matrix, update, group)
             for stack in stacks:  # of experts, of which each rank has whole ones
                 advanced = self.advance(stack)

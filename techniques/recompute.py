@@ -67,8 +67,9 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool, eager
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
-                f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
-                f"attention three times; give parallelize() a model as it was built"
+                f"block {name} is no Block of model.py, or is wrapped already, and a checkpoint "
+                f"within a checkpoint computes attention three times: derive your block from "
+                f"model.Block, and give parallelize() a model as it was built"
             )
         if checkpointing in ("products", "selective"):
             for module in block.modules():

@@ -63,8 +63,7 @@ def rounding_its_moments(parameters) -> torch.optim.AdamW:
 def test_it_is_torchs_with_rounded_moments(monkeypatch, elements):
     monkeypatch.setattr(bfloat16_moments, "ELEMENTS_AT_A_TIME", elements)
     ours = steps(with_bfloat16_moments)
-    theirs = steps(rounding_its_moments)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, steps(rounding_its_moments), rtol=1e-12, atol=1e-12)
 
 
 def test_moments_that_rounding_would_stop_are_refused():
@@ -106,8 +105,7 @@ def test_singular_values_become_alike(shape):
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
     found = orthogonalize(matrix)
-    expected = orthogonalized(matrix)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6
     assert values.max() < 1.25

@@ -90,8 +90,7 @@ def test_token_files_are_llm_c_format(tmp_path, vocab_size, kind, dtype):
     header = np.fromfile(path, "<i4", 256)
     assert header[:3].tolist() == [*kind, 3]
     assert not header[3:].any()
-    stored = np.fromfile(path, dtype, offset=1024)
-    assert stored.tolist() == tokens.tolist()
+    assert np.fromfile(path, dtype, offset=1024).tolist() == tokens.tolist()
     assert open_token_file(path).tolist() == tokens.tolist()
 
 
@@ -238,14 +237,19 @@ def test_conversations_and_exams_are_found_as_texts_are(tmp_path, capsys):
     places = [sample.where for sample in samples]
     assert places == [f"{path}, line 1" for path in expected]
     assert capsys.readouterr().err.startswith(f"{tmp_path}: {counts}")
-    exam = Exam(tmp_path, BYTES, 64)
-    assert len(exam.questions) == 2
+    assert len(Exam(tmp_path, BYTES, 64).questions) == 2
     said = capsys.readouterr().err
     assert counts in said
     assert said.count("fields that are not read: completion, n, prompt, te") == 2
 
 
 @pytest.mark.slow
+def test_a_text_without_a_token_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}')
+    with pytest.raises(UserError, match="holds no text"):
+        data.open_text([str(tmp_path / "a.jsonl")], BYTES, 8, Reading(), False)
+
+
 def test_other_formats_are_named_with_a_command_that_converts_them(tmp_path):
     pandas = pytest.importorskip("pandas")
     datasets = pytest.importorskip("datasets")

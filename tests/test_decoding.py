@@ -346,8 +346,7 @@ def test_log_p_is_that_of_the_whole_forward(model):
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers)):
         logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        found = trace.log_p[: len(answer), row]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(trace.log_p[: len(answer), row], expected, rtol=0, atol=1e-12)
 
 
 def test_logits_that_are_not_finite_are_refused(model):

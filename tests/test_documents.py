@@ -102,8 +102,7 @@ def test_lengths_and_mask_say_the_same():
                 assert 0 <= length <= longest <= T
                 pairs[start:end, start:end] = torch.ones(length, length).tril()
             masks = document_mask(part.positions, torch.arange(T), T)[:, 0].int()
-            expected = torch.block_diag(*masks).bool()
-            assert torch.equal(pairs, expected)
+            assert torch.equal(pairs, torch.block_diag(*masks).bool())
 
 
 def masks_of(model: Llama) -> list:

@@ -87,8 +87,7 @@ def scores(details: list[dict]) -> dict[str, float]:
         likelihoods = row["log_likelihoods"]
         by_length = [s / len(choice) for s, choice in zip(likelihoods, row["choices"])]
         for name, found in (("accuracy", likelihoods), ("normalized", by_length)):
-            chosen = found.index(max(found))
-            right[name].append(chosen == row["answer"])
+            right[name].append(found.index(max(found)) == row["answer"])
     return {name: round(100 * sum(marks) / len(marks), 1) for name, marks in right.items()}
 
 

@@ -27,6 +27,7 @@ from costs.seconds import moved_bytes
 from costs.shapes import flops_per_token
 from files.conversion import write_checkpoint
 from files.loading import load_pretrained
+from finetune_lora import targets_in
 from lora import LoRA, add_adapters
 from model import IGNORE
 from models.mixtral import MixtralConfig
@@ -186,6 +187,7 @@ def test_a_token_costs_its_experts_alone():
 
 
 def test_adapters_stand_beside_attention_alone():
+    assert targets_in(SMALL.build()) == ("wq", "wk", "wv", "wo")
     with pytest.raises(UserError, match=r"no nn\.Linear: leave w1 out of --targets"):
         add_adapters(SMALL.build(), LoRA(targets=["wq", "w1"]))
     model = replace(SMALL, dim=64, head_dim=0).build()

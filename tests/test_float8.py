@@ -50,8 +50,7 @@ def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     exact = x.double()
     half_a_unit = exact.abs() * unit / 2  # in the last place
     allowed = torch.maximum(half_a_unit * (1 + 1e-6), scale * smallest)
-    error = (codes.double() * scale - exact).abs()
-    assert (error <= allowed).all()
+    assert ((codes.double() * scale - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -39,7 +39,7 @@ from models.family import HERE, families, family_of, find_preset, presets
 from plumbing.json_files import JsonFile
 from plumbing.messages import UserError
 from plumbing.shards import matrices_of
-from runs.equal import check_gradients, small_config
+from runs.equal import check_gradients, describe, small_config
 from techniques.muon import batches_of_matrices, stacks_on_rank
 from techniques.optimizers import make_optimizer
 
@@ -225,6 +225,13 @@ def test_a_file_is_also_found_beside_model_py(tmp_path, monkeypatch):
     found = find_preset(f"{CHANGES}/nope.py")
     monkeypatch.chdir(tmp_path)
     assert find_preset("tests/changes/nope.py") is found
+
+
+def test_an_error_in_a_students_file_names_its_line():
+    find_preset(f"{CHANGES}/nope.py")
+    with pytest.raises(ZeroDivisionError) as error:
+        exec(compile("1 / 0", "/a/nope.py", "exec"))
+    assert describe(error.value).startswith("ZeroDivisionError in line 1 of nope.py: ")
 
 
 def test_presets_belong_to_one_family():

@@ -124,8 +124,7 @@ EQUAL = ["bench.py", "equal", *SIZES, "--seq-len=32", "--batch=4", "--microbatch
 
 def test_a_step_of_the_project_is_equal(corpus):
     """As every run of several processes finds before its first step."""
-    told = succeed(*EQUAL, corpus, "--tp=2", nproc=2).out
-    assert told.endswith("the steps are equal\n")
+    assert succeed(*EQUAL, corpus, "--tp=2", nproc=2).out.endswith("the steps are equal\n")
 
 
 FAULTS = [  # a file, what stands there and what replaces it, the flags, what is named

@@ -54,8 +54,7 @@ def base(tmp_path_factory) -> Path:
 def one_run(base, sums, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
     command = flags(base, sums, out, **FLAGS, merge=True)
-    result = succeed("finetune_lora.py", *command)
-    return out, result.out
+    return out, succeed("finetune_lora.py", *command).out
 
 
 def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
@@ -74,8 +73,7 @@ def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
     (out / "plain" / "run.json").unlink()  # PEFT's files alone do not say what the base was
     beside_original = load_pretrained(base, torch.float64)
     load_adapter(beside_original, out / "plain")
-    difference = beside_original(tokens) - expected
-    assert difference.norm() > 5 * error
+    assert (beside_original(tokens) - expected).norm() > 5 * error
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -94,8 +92,7 @@ def test_text_is_generated_beside_a_base_in_4_bits(base, one_run, with_adapter):
         rounded_to_4_bits(full)
     tokens = torch.arange(20)[None]
     expected = full(tokens)
-    error = (model(tokens) - expected).norm()
-    assert error < 1e-5 * expected.norm()
+    assert (model(tokens) - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_path):
@@ -199,16 +196,14 @@ def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
 
     twice = bnb.quantize_4bit(matrix.float(), compress_statistics=True, **how)
     error = (values - matrix).norm()
-    their_error = (bnb.dequantize_4bit(*twice) - matrix).norm()
-    assert error <= their_error
+    assert error <= (bnb.dequantize_4bit(*twice) - matrix).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_numbers_in_another_dtype_are_rounded_once(dtype):
     weight, row_scale = quantized(matrix_of(2100, 512))  # more than are converted at once
     exact = dequantized(weight, row_scale, torch.float32)
-    found = dequantized(weight, row_scale, dtype)
-    assert torch.equal(found, exact.to(dtype))
+    assert torch.equal(dequantized(weight, row_scale, dtype), exact.to(dtype))
 
 
 def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
@@ -289,5 +284,4 @@ def test_under_autocast_products_are_in_its_dtype():
     exact = x.detach() @ (rounded(matrix) + change).T
     assert y.dtype == torch.bfloat16
     assert x.grad.dtype == torch.float32
-    error = (y.float() - exact).norm()
-    assert error < 0.02 * exact.norm()
+    assert (y.float() - exact).norm() < 0.02 * exact.norm()

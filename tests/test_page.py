@@ -211,8 +211,7 @@ def test_a_step_sends_exactly_what_the_page_says(name):
     work = step_of(build_on_meta(config, lora), parallel, 2, microbatches, 256)
     for stage in {0, parallel.pp - 1}:
         sent, held = emulate(work, stage)
-        expected = pytest.approx(payload_of(sent), rel=1e-12)
-        assert payload_of(sends(work, stage)) == expected, stage
+        assert payload_of(sends(work, stage)) == pytest.approx(payload_of(sent), rel=1e-12), stage
         if not lora:
             check_memory(work, stage, held)
 
@@ -450,8 +449,7 @@ def test_the_constants_are_those_that_fit_best(rows):
     one = "torchtitan-h100"
     some = [row for row in rows if calibrate.family(row) != one]
     for data, reached in ((rows, REACHED), (some, FITS["without"][one])):
-        again = calibrate.fit(data, reached, 1)
-        assert again == pytest.approx(reached, rel=0.01)
+        assert calibrate.fit(data, reached, 1) == pytest.approx(reached, rel=0.01)
         moved = reached | {"products h100": 1.05 * reached["products h100"]}
         best, other = (np.sum(calibrate.residuals(data, r) ** 2) for r in (reached, moved))
         assert best < other

@@ -199,11 +199,11 @@ def test_a_wrapped_block_is_not_wrapped_again():
         model = Llama(LlamaConfig(**ODD))
         model.layers["0"] = OwnBlock(model.config, 0)
         recompute_and_compile(model, "full", compiled)
-        with pytest.raises(UserError, match="block 0 is wrapped already"):
+        with pytest.raises(UserError, match=r"block 0 .* is wrapped already"):
             recompute_and_compile(model, "selective", False)
     wrapped = Llama(LlamaConfig(**ODD))
     wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
-    with pytest.raises(UserError, match="block 1 is wrapped already"):
+    with pytest.raises(UserError, match=r"block 1 .* is wrapped already"):
         recompute_and_compile(wrapped, "none", False)
 
 

@@ -157,8 +157,7 @@ def test_uncompiled_pipelines_are_not_predicted():
 
 def test_a_run_takes_days_and_hours():
     """8B on 16 GPUs: days times GPUs are hours."""
-    given = "--gpus 16 --shard 16 --tokens 1e12 --tp 1 --pp 1"
-    out = run(given)
+    out = run("--gpus 16 --shard 16 --tokens 1e12 --tp 1 --pp 1")
     (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours\.\n", out)
     days, hours = (float(text.replace(",", "")) for text in told)
     assert hours == pytest.approx(days * 24 * 16, rel=0.01)

@@ -51,8 +51,7 @@ def unsplit(tmp_path_factory, base):  # noqa: F811
     out = path / "out"
     given = flags(base, data, out, save_every=2, all_weights=True)
     succeed("preferences.py", *given)
-    losses = [row["loss"] for row in metrics(out)]
-    return given, losses
+    return given, [row["loss"] for row in metrics(out)]
 
 
 @pytest.mark.parametrize("split", [
@@ -114,8 +113,7 @@ def test_the_base_is_computed_for_the_rows_that_are_read(monkeypatch):
     n = len(train_set)
     read = {window_of(i, n, seed=0) for i in range(4)}
     assert n > len(read)
-    evaluated = evenly_spaced(val_set, 3)
-    assert computed == [(train_set, sorted(read)), (val_set, evaluated)]
+    assert computed == [(train_set, sorted(read)), (val_set, evenly_spaced(val_set, 3))]
 
 
 def test_adapters_do_not_continue_all_weights(tmp_path, unsplit):
@@ -141,8 +139,7 @@ def test_bench_step_knows_the_second_forward(tmp_path, base):  # noqa: F811
 
 @pytest.mark.parametrize("flag", ["--dropout=0.1", "--train-on-prompt"])
 def test_what_would_spoil_rewards_is_refused(tmp_path, flag):
-    result = launch("preferences.py", "--init", tmp_path, flag)
-    refused(result, "leave them out")
+    refused(launch("preferences.py", "--init", tmp_path, flag), "leave them out")
 
 
 def test_trl_computes_the_same(tmp_path, monkeypatch):
@@ -238,5 +235,4 @@ def test_trl_computes_the_same(tmp_path, monkeypatch):
     model.compute_dtype = torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):  # as its Trainer does
         theirs_off = (their_margins() - expected).square().mean().sqrt()
-    ours_off = (our_margins() - expected).square().mean().sqrt()
-    assert 1e-4 < ours_off < 1.5 * theirs_off
+    assert 1e-4 < (our_margins() - expected).square().mean().sqrt() < 1.5 * theirs_off

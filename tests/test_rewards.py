@@ -371,8 +371,7 @@ def test_advantages():
     assert normalized[0].tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0, 2**0.5])
     assert not normalized[1:].any()
     # Rounded, the mean of equal rewards may differ from them.
-    thirds = torch.full((1, 7), 1 / 3, dtype=torch.float32)
-    assert not advantages_of(thirds, "std")[0].any()
+    assert not advantages_of(torch.full((1, 7), 1 / 3, dtype=torch.float32), "std")[0].any()
     # The same sum in another order, or a square that is 0 in float64, is no difference.
     nearly_equal = torch.tensor([[0.1 + 0.2, 0.3], [0, 1e-200]], dtype=torch.float64)
     assert advantages_of(nearly_equal, "std")[0].abs().max() < 1e-9
@@ -416,8 +415,7 @@ def test_a_group_is_of_one_prompt(first):
 
 
 def test_a_checksum_covers_what_a_reward_is_given():
-    numbers = {Prompts([([1], {"truth": truth})]).checksum() for truth in "23"}
-    assert len(numbers) == 2
+    assert len({Prompts([([1], {"truth": truth})]).checksum() for truth in "23"}) == 2
 
 
 def test_an_answer_that_does_not_end_is_none():

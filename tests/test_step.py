@@ -129,7 +129,7 @@ def test_parts():
 
 @pytest.fixture
 def world():
-    yield with_mesh(init_distributed())
+    yield with_mesh(init_distributed(), ParallelConfig())
     dist.destroy_process_group()
 
 

@@ -162,8 +162,7 @@ def resumes(out: Path, step: int, weights_of: Callable, *command, nproc: int = 0
 def same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, weight in expected.items():
-        error = (ours[name] - weight).norm()
-        assert error < 1e-12 * weight.norm(), name
+        assert (ours[name] - weight).norm() < 1e-12 * weight.norm(), name
 
 
 WHOLE_RUN = dict(
@@ -180,8 +179,7 @@ WHOLE_RUN = dict(
 def one_run(documents, tmp_path_factory):
     """A run of one process, with its samples of text."""
     out = tmp_path_factory.mktemp("one") / "run"
-    result = succeed("train.py", *flags(documents, out, **WHOLE_RUN))
-    return out, samples_in(result)
+    return out, samples_in(succeed("train.py", *flags(documents, out, **WHOLE_RUN)))
 
 
 def test_a_run_resumes_to_the_last_bit(documents, one_run, tmp_path):
@@ -257,10 +255,8 @@ def test_the_learning_rate_rises_stays_and_falls():
     constant = [1.0] * 12
     falling = [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert rates == [*rising, *constant, *falling]
-    without = Pretraining(warmup=0)
-    assert learning_rate(1, 10, 1.0, without) == 1.0
-    longer_than_the_run = Pretraining(warmup=50)
-    assert learning_rate(1, 2, 1.0, longer_than_the_run) == 0.02
+    assert learning_rate(1, 10, 1.0, Pretraining(warmup=0)) == 1.0
+    assert learning_rate(1, 2, 1.0, Pretraining(warmup=50)) == 0.02  # longer than the run
 
 
 def test_a_steps_line_fits_in_a_terminal():
@@ -304,8 +300,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
         assert expected == pytest.approx(loss, rel=5e-3)
     checkpoint = tmp_path / "step-00000004"
     stored = FileSystemReader(checkpoint / "weights").read_metadata()
-    weight = stored.state_dict_metadata["norm.weight"]
-    assert weight.properties.dtype == torch.float32
+    assert stored.state_dict_metadata["norm.weight"].properties.dtype == torch.float32
 
 
 def test_a_run_learns_and_reports_it(corpus, tmp_path):
@@ -338,8 +333,7 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     assert (out / "trace-0.json").stat().st_size > 0
 
     generate, curves = re.findall(r"^(?:generate|curves): +python (.*)", result.out, re.M)
-    generated = succeed(*shlex.split(generate), "--max-new-tokens", 1)
-    assert generated.out.startswith("def")
+    assert succeed(*shlex.split(generate), "--max-new-tokens", 1).out.startswith("def")
     more = tmp_path / "more"
     succeed("train.py", *flags(corpus, more, steps=1, init=out, lr=1e-9))
     assert metrics(more)[0]["loss"] < 0.7 * first["loss"]

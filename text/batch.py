@@ -79,8 +79,7 @@ class Batch:
 
     def sums_of_documents(self, x: Tensor) -> Tensor:
         """Return the sum of x [B, T] over each document, [B, R], of rows that begin with one."""
-        sums = x.new_zeros(self.starts.shape)
-        return sums.scatter_add(1, self.document_numbers, x)
+        return x.new_zeros(self.starts.shape).scatter_add(1, self.document_numbers, x)
 
     @property
     def document_numbers(self) -> Tensor:
@@ -149,5 +148,4 @@ def flat_starts(starts: Tensor, T: int) -> Tensor:
     """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
     N = len(starts) * T
     first_of_row = torch.arange(0, N, T, dtype=torch.int32, device=starts.device)
-    flat = (starts + first_of_row[:, None]).flatten()
-    return F.pad(flat, (0, 1), value=N)
+    return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=N)

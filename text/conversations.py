@@ -282,8 +282,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
     start = min(node.lineno for node in [function, *function.decorator_list])
     source = lines[start - 1 : docstring.lineno - 1]
     source += lines[docstring.end_lineno : function.end_lineno]
-    indentation = " " * function.col_offset
-    return "\n".join(line.removeprefix(indentation) for line in source)
+    return "\n".join(line.removeprefix(" " * function.col_offset) for line in source)
 
 
 # ----------------------------------------------------------------------------------- both kinds
