@@ -133,7 +133,7 @@ REFUSALS = """
 1 | step --shard 2 | --shard 2 is for --dp hsdp
 1 | bench.py compare "ddp --dp diloco" | --dp diloco is retired
 1 | bench.py step --lora=rewards | required: --init, --reward
-1 | bench.py step --lora distill --init {base} --teacher {out} --top-k 5 | no checkpoint in
+1 | bench.py step --lora distill --init {out} --teacher {out} --top-k 5 | no checkpoint in
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare "ddp --dp auto" | name a strategy, as ddp
 1 | bench.py compare "ddp --schedule gpipe" | are for pipelines: give --pp
