@@ -215,11 +215,11 @@ class Plan(Report):
 
 def model_of(asked: Comparison | Plan) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
-    from finetune_lora import targets_in  # here, since few commands ask for adapters
-
     model = build_on_meta(find_preset(asked.model))
     lora = LoRA(asked.rank, dora=asked.dora)
     if asked.lora:
+        from finetune_lora import targets_in  # here, since few commands ask for adapters
+
         lora = replace(lora, targets=targets_in(model))
         return build_on_meta(model.config, lora, base_bits=asked.base_bits)
     if lora != LoRA() or asked.base_bits == 4:

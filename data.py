@@ -242,8 +242,7 @@ class Windows(ConcatDataset):
         check_ids(rows, self.tokenizer)
         tokens = rows[:, :-1].copy()  # [B, T]
         targets = rows[:, 1:].copy()  # [B, T]
-        is_padding = [i is None for i in indices]
-        targets[is_padding] = IGNORE
+        targets[[i is None for i in indices]] = IGNORE
         text_bytes = self.tokenizer.count_bytes(targets)
         positions = None
         lengths = [self.seq_len] * len(rows)

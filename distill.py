@@ -60,7 +60,7 @@ class Distilling(Finetuning):
 
     # fmt: off
     teacher: Path = flag(None, "the larger model: a checkpoint, a run, or Meta's or Hugging Face's "
-                         "files", "teacher", Path, required=True, metavar="DIR")
+                         "files", "teacher", Path, may_change=True, required=True, metavar="DIR")
     teacher_bits: int = flag(16, "4: keep its blocks' matrices in 4 bits (default: the dtype of "
                              "computation)", "teacher", int, choices=[16, 4])
     top_k: int = flag(0, "its likeliest tokens that the loss compares one by one, 0 for all",

@@ -116,7 +116,7 @@ class Finetuning(Run):
         if self.all_weights and (given or self.parallel.reshard == "adapters"):
             names = " ".join(f"--{name}" for name in sorted(given)) or "--reshard adapters"
             names = names.replace("_", "-")
-            raise UserError(f"these are for adapters: {names}; leave out them or --all-weights")
+            raise UserError(f"these are for adapters: {names}; leave them out, or --all-weights")
         if self.dropout >= 1:
             raise UserError(f"--dropout {self.dropout:g} drops everything: give a number below 1")
         if self.dora and self.dropout:

@@ -356,8 +356,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "pp", "send", m * neighbours, x // p.tp
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         embedding = size_on_rank(part.tok_embeddings, "tok_embeddings", c, p.tp, w, p.shard)
-        own = embedding.trained // p.shard
-        yield "pp", "send", 1, own * p.grad_bytes
+        yield "pp", "send", 1, embedding.trained // p.shard * p.grad_bytes
 
 
 def is_of_muon(dim: str, collective: str) -> bool:

@@ -77,5 +77,5 @@ def _checksum(optimizer: torch.optim.Optimizer) -> str:
     parameters = []
     for group in optimizer.param_groups:
         parameters += [to_local(parameter) for parameter in group["params"]]
-    norms = torch._foreach_norm(parameters)
-    return str([norm.item() for norm in norms])
+    norms = [norm.double() for norm in torch._foreach_norm(parameters)]
+    return str(torch.stack(norms).tolist())

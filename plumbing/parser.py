@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nonempty_path(text: str) -> Path:
+    """Argument type: a path."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return Path(text)

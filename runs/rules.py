@@ -37,8 +37,8 @@ def choose_model_config(run: Pretraining, initial: dict | None) -> LlamaConfig:
         given["vocab_size"] = found.vocab_size
     try:
         wanted = replace(wanted, **given)
-    except Exception as error:  # a student's configuration may raise any
-        raise UserError(error)
+    except Exception as error:  # a student's configuration may raise any, also without a text
+        raise UserError(str(error) or repr(error))
     if found and wanted != found:
         differences = describe_differences(found, wanted)
         raise UserError(f"{run.init} has {differences}: leave out --model and its sizes")

@@ -97,7 +97,7 @@ REFUSALS = """
 2 | finetune --data {text} | counting.txt, line 1: ... is not a JSON object
 1 | finetune --dropout 1 | --dropout 1 drops everything: give a number below 1
 1 | finetune --alpha 0 | --alpha 0 switches the adapters off: give a number above 0
-1 | finetune --all-weights --targets wq | these are for adapters: --targets; leave out them or
+1 | finetune --all-weights --targets wq | these are for adapters: --targets; leave them out, or
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 2 | finetune --base-bits 4 --tp 2 | each of 2 rank(s)
 1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too

@@ -134,8 +134,7 @@ def document_starts(positions: Tensor) -> Tensor:
     T = positions.shape[1]
     is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
     number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
-    most = int(number.max())
-    R = 1 << (most - 1).bit_length()  # rounded up to a power of 2
+    R = 1 << (int(number.max()) - 1).bit_length()  # rounded up to a power of 2
     R = max(R, MOST_STARTS.get(T, 1))
     MOST_STARTS[T] = R
     starts = positions.new_full((len(positions), R), T)

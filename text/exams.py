@@ -45,8 +45,7 @@ class Exam:
                 self.questions.append(question)
                 prompt, rows = self._encode(question["question"], choices, chat)
                 for ids in rows:
-                    is_target = [i >= len(prompt) for i in range(len(ids))]
-                    samples.append((ids, is_target))
+                    samples.append((ids, [i >= len(prompt) for i in range(len(ids))]))
                 if not rows:
                     self.prompts.append(prompt)
                 taken = max(map(len, rows)) if rows else len(prompt) + room
